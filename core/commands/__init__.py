@@ -1,0 +1,1 @@
+"""The commands of the `foresay` command line, one module each."""

@@ -1,0 +1,214 @@
+"""The settings of an engine and of a request: pydantic at the border, plain data inside. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from foresay.core.errors import ConfigError, nearest
+
+MAX_SEED = 2**64
+GREEDY_BELOW = 1e-5  # a temperature below this is greedy
+
+Settings = TypeVar("Settings", bound=BaseModel)
+
+
+def build_settings(kind: type[Settings], values: Mapping[str, Any], where: str = "") -> Settings:
+    """Build a settings object; what pydantic rejects becomes a `ConfigError` in one sentence.
+
+    `where` names the owner in messages, e.g. "proposer 'ngram'". An unknown name is answered with
+    the nearest known one and the list of all.
+    """
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        raise ConfigError(describe(error, kind, where)) from None
+
+
+def describe(error: ValidationError, kind: type[BaseModel], where: str = "") -> str:
+    """Word a pydantic error as sentences: the setting, its value in `repr`, what was expected."""
+    prefix = f"{where}: " if where else ""
+    known = list(kind.model_fields)
+    parts = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            parts.append(
+                f"{prefix}no setting {name!r}{nearest(name, known)} (known: {', '.join(known)})"
+            )
+        elif not item["loc"]:
+            parts.append(prefix + str(item["msg"]).removeprefix("Value error, "))
+        else:
+            message = str(item["msg"]).removeprefix("Value error, ")
+            message = message[:1].lower() + message[1:]
+            parts.append(f"{prefix}{name}={item['input']!r}: {message}")
+    return "; ".join(parts)
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _refuse_later(values: Any, defaults: Mapping[str, Any]) -> Any:
+    """Accept the documented default of a parameter that later versions bring; refuse the rest."""
+    if not isinstance(values, Mapping):
+        return values
+    values = dict(values)
+    for name, default in defaults.items():
+        if name in values:
+            given = values.pop(name)
+            if given != default and given not in (None, {}, [], ()):
+                raise ValueError(
+                    f"{name}={given!r} is not supported by this version of foresay; "
+                    f"leave it at {default!r}"
+                )
+    return values
+
+
+class SamplingParams(_Frozen):
+    """How one request is sampled and when it stops."""
+
+    temperature: float = Field(
+        default=1.0, ge=0.0, allow_inf_nan=False, description="0 (below 1e-5): greedy."
+    )
+    top_k: int = Field(
+        default=-1,
+        ge=-1,
+        description="Keep the k likeliest tokens, ties at the k-th kept; -1 or 0: off.",
+    )
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="Keep the likeliest mass top_p.")
+    min_p: float = Field(
+        default=0.0, ge=0.0, le=1.0, description="Drop tokens below min_p times the likeliest."
+    )
+    seed: int | None = Field(
+        default=None, description="Same seed, same text, whatever the proposer or the batch."
+    )
+    max_tokens: int = Field(default=16, ge=1, description="Most output tokens.")
+    min_tokens: int = Field(
+        default=0, ge=0, description="No end of sequence and no stop before that many tokens."
+    )
+    stop: tuple[str, ...] = Field(default=(), description="Strings that end the output.")
+    stop_token_ids: tuple[int, ...] = Field(default=(), description="Tokens that end the output.")
+    ignore_eos: bool = Field(default=False, description="Go on after the end of sequence.")
+    num_speculative_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        description="Most drafts per step for this request; 0: none. It can only lower the "
+        "engine's setting.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _later(cls, values: Any) -> Any:
+        return _refuse_later(
+            values,
+            {
+                "n": 1,
+                "logprobs": None,
+                "logit_bias": None,
+                "allowed_token_ids": None,
+                "bad_words": None,
+                "repetition_penalty": 1.0,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+                "prediction": None,
+            },
+        )
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop_string(cls, value: Any) -> Any:
+        if value is None:
+            return ()
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("stop_token_ids", mode="before")
+    @classmethod
+    def _no_stop_ids(cls, value: Any) -> Any:
+        return () if value is None else value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SamplingParams:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} must not exceed max_tokens={self.max_tokens}"
+            )
+        if "" in self.stop:
+            raise ValueError("stop: an empty string would stop every output at once")
+        return self
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken at every position."""
+        return self.temperature < GREEDY_BELOW
+
+
+class SpeculativeConfig(_Frozen):
+    """What proposes drafts, and how they are verified."""
+
+    proposer: str | None = Field(
+        default="auto",
+        description="A proposer's name, 'module:Class', 'auto', or None (plain decoding).",
+    )
+    num_speculative_tokens: int | None = Field(
+        default=None, ge=1, description="Most drafts per step; None: the proposer's own best."
+    )
+    proposer_settings: dict[str, Any] = Field(
+        default_factory=dict, description="The proposer's own settings."
+    )
+    drafter: str | None = Field(
+        default=None, description="The drafter's weights: a folder or a registered name."
+    )
+    verification: Literal["auto"] = Field(
+        default="auto", description="The verification rule; this version has 'auto' only."
+    )
+
+
+class EngineConfig(_Frozen):
+    """Everything `LLM(...)` takes, except a model, tokenizer or proposer given as an object."""
+
+    model: str = Field(
+        default="smollm2", description="An alias, a folder, a GGUF file, or a hub id."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="'auto': the checkpoint's own on a GPU and on a CPU that computes in it; "
+        "else float32.",
+    )
+    device: str = Field(default="auto", description="'auto', 'cpu', 'cuda', 'cuda:1', ...")
+    seed: int = Field(default=0, description="Seeds the requests that have no seed of their own.")
+    block_size: int = Field(default=16, ge=1, description="Tokens per KV block.")
+    num_blocks: int | None = Field(
+        default=None, ge=1, description="KV blocks in the pool; None: what fits."
+    )
+    max_num_seqs: int = Field(default=64, ge=1, description="Most requests in one step.")
+    max_num_batched_tokens: int = Field(default=2048, ge=1, description="Most rows in one step.")
+    chunked_prefill_size: int | None = Field(
+        default=None, ge=1, description="Most prompt tokens of one request per step; None: no limit."
+    )
+    max_model_len: int | None = Field(
+        default=None, ge=2, description="Most tokens of prompt and output; None: the model's limit."
+    )
+    enable_prefix_caching: bool = Field(
+        default=True, description="Reuse KV blocks of equal prefixes."
+    )
+    row_invariant: bool = Field(
+        default=True,
+        description="Compute each row independently of its batch where the library kernels "
+        "allow it; False trades that for speed.",
+    )
+    strict: bool = Field(default=False, description="Raise on a proposer's fault (for tests).")
+    speculative: SpeculativeConfig = Field(default_factory=SpeculativeConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _later(cls, values: Any) -> Any:
+        return _refuse_later(values, {"worker": "inline"})
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _path_to_str(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, Path) else value

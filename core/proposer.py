@@ -1,0 +1,141 @@
+"""What a plugin author reads: the contract between the core and a proposer. Imports no torch.
+
+A *proposer* drafts tokens; the target model verifies them, so a proposer can only change the time
+a text takes, never the text. The smallest one is a class with `propose`:
+
+    class Repeat:
+        def propose(self, batch: DraftInput) -> Draft:
+            return Draft([[request.token_ids[-1]] * request.k for request in batch.requests])
+
+It knows nothing of the scheduler, the KV cache or the worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from pydantic import BaseModel, ConfigDict, Field
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ProposerConfig(BaseModel):
+    """Settings every proposer has; subclass it to add your own, each with a `description`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_speculative_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most tokens to draft per step; None: the proposer's own best, at most 5.",
+    )
+    drafter: str | None = Field(
+        default=None, description="The drafter's weights: a folder or a registered name."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a proposer needs of the core: capabilities, never identity.
+
+    Checked against the target before any weight is loaded; what cannot be provided is an error.
+    """
+
+    hidden_state: bool = False  # the target's last hidden state of every committed position
+    aux_layers: tuple[int, ...] = ()  # residual streams *entering* these layers
+    kv_layers: tuple[Any, ...] = ()  # KV layers of the proposer's own, in the core's blocks
+    embeddings: bool = False  # the target's input embeddings
+    lm_head: bool = False  # the target's output head
+    sampled: bool = False  # draws its drafts through `batch.sampler`
+    prediction: bool = False  # reads `DraftRequest.prediction_ids`
+    draft_slots: int = 0  # rows per request it adds to its own batch
+    max_draft_tokens: int | None = None  # never more drafts than this in one step
+    max_context: int | None = None  # requests longer than this are not drafted for
+
+
+@dataclass(frozen=True, slots=True)
+class TargetView:
+    """The target model as a proposer may see it; handed to `Proposer.load` once, before any step."""
+
+    config: Any  # the target's transformers config
+    vocab_size: int  # token ids are in range(vocab_size)
+    hidden_size: int
+    num_layers: int
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int  # prompt and output together never exceed this
+    checkpoint: Path | None  # the folder the weights came from; None for a model object
+    tokenizer: Any  # a transformers tokenizer, or None: ids in, ids out
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """One request of this step.
+
+    `token_ids` is a read-only view of the committed tokens, prompt and output. It only ever grows
+    while `req_id` lives, except that `release(req_id)` starts it anew.
+    """
+
+    req_id: str
+    token_ids: Sequence[int]
+    num_new_tokens: int  # output tokens this step committed; 0: the prompt is not complete yet
+    k: int  # most draft tokens wanted; 0: draft nothing
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInput:
+    """A step's requests. Row order may change from step to step: key your state by `req_id`."""
+
+    requests: Sequence[DraftRequest]
+
+
+@dataclass(slots=True)
+class Draft:
+    """One list of draft token ids per request of the `DraftInput`, in its order.
+
+    Short, empty and ragged lists are normal: no padding, no dummy ids. The core cuts what is too
+    long, stops at the first id that is no token of the target, and counts both as faults.
+    `parents` None means each list is a chain; anything else (trees) is refused.
+    """
+
+    token_ids: list[list[int]]
+    parents: list[list[int]] | None = None
+
+
+@runtime_checkable
+class Proposer(Protocol):
+    """A drafting algorithm. `propose` is the only method it must have.
+
+    Optional methods, called if they exist:
+      `load(target: TargetView) -> None`   once, before any step.
+      `release(req_id: str) -> None`       the request ended or was preempted: forget it.
+    """
+
+    def propose(self, batch: DraftInput) -> Draft:
+        """Return at most `request.k` draft token ids for each of `batch.requests`.
+
+        Drafts follow `request.token_ids` directly. Raising is survived: the step drafts nothing.
+        """
+        ...
+
+
+def _no_needs(config: ProposerConfig, target_config: Any) -> Needs:
+    return Needs()
+
+
+@dataclass(frozen=True, slots=True)
+class ProposerSpec:
+    """What `foresay_register_proposers` returns: a name and how to build the proposer.
+
+    `needs(config, target_config)` may read a drafter's config.json, never weights. `build(config)`
+    imports the heavy code; a plugin's `__init__` stays light.
+    """
+
+    name: str
+    config_type: type[ProposerConfig]
+    build: Callable[[Any], Proposer]
+    needs: Callable[[Any, Any], Needs] = field(default=_no_needs)

@@ -1,0 +1,1 @@
+"""The wing that computes: target model, KV tensors, sampling, verification, proposer calls."""
