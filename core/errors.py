@@ -1,4 +1,4 @@
-"""The kinds of error foresay raises, and the helper that words "did you mean". Knows nothing else.
+"""The kinds of error foresay raises, and helpers that word them. Knows nothing else.
 
 Every message is a sentence: what is wrong (in `repr`), what was expected, what exists, what to do.
 """
@@ -34,10 +34,15 @@ class ProposerError(ForesayError):
 
 
 class EngineError(ForesayError):
-    """The engine cannot go on: a step that schedules nothing while requests exist, a dead worker."""
+    """The engine cannot go on: nothing can be scheduled though requests exist, a worker died."""
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Return `"; did you mean 'x'?"` for the closest of `choices`, or `""` if none is close."""
     matches = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
     return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def one_line(error: BaseException) -> str:
+    """Word somebody else's exception as "Type: text", on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")

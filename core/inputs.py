@@ -1,0 +1,260 @@
+"""What a caller gives, checked and made plain: settings, prompts, conversations, parameters.
+
+Knows the tokenizer, the vocabulary and the length limit. Does not know the scheduler or the worker.
+Everything here raises `ConfigError` or `RequestError` before anything is started.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from foresay.core.config import (
+    MAX_SEED,
+    EngineConfig,
+    SamplingParams,
+    SpeculativeConfig,
+    build_settings,
+)
+from foresay.core.errors import ConfigError, RequestError, nearest
+from foresay.core.messages import SamplingData
+
+Prompt = str | Sequence[int]  # text, or token ids
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}, as chat templates take it
+
+_SHOWN = 60  # characters of a wrong value in a message
+
+
+def engine_config(
+    model: Any, proposer: str | type[Any] | None, settings: Mapping[str, Any]
+) -> EngineConfig:
+    """Build the settings of an `LLM` from its arguments.
+
+    Settings are flat: those of `EngineConfig` and of `SpeculativeConfig` side by side. A model or a
+    proposer given as an object goes by its name here. Raises `ConfigError`.
+    """
+    speculative = [name for name in SpeculativeConfig.model_fields if name != "proposer"]
+    known = [name for name in EngineConfig.model_fields if name not in ("model", "speculative")]
+    known += [*speculative, "worker"]
+    for name in settings:
+        if name not in known:
+            raise ConfigError(
+                f"LLM: no setting {name!r}{nearest(name, ['tokenizer', *known])} "
+                f"(known: model, proposer, tokenizer, {', '.join(known)})"
+            )
+    if not isinstance(model, (str, Path)):
+        if not hasattr(model, "config"):
+            raise ConfigError(
+                f"model={_show(model)}: expected an alias, a folder, a GGUF file, a hub id, or a "
+                "loaded transformers model"
+            )
+        model = getattr(model, "name_or_path", "") or type(model).__name__
+    if isinstance(proposer, type):
+        proposer = f"{proposer.__module__}:{proposer.__qualname__}"
+    own = {name: value for name, value in settings.items() if name in speculative}
+    rest = {name: value for name, value in settings.items() if name not in speculative}
+    return build_settings(
+        EngineConfig,
+        {
+            "model": model,
+            "speculative": build_settings(SpeculativeConfig, {"proposer": proposer, **own}, "LLM"),
+            **rest,
+        },
+        "LLM",
+    )
+
+
+class InputProcessor:
+    """Checks and converts the inputs of one engine."""
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Any,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        seed: int,
+    ) -> None:
+        """`tokenizer` None: token ids in, ids out. `seed` seeds requests without their own."""
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
+        self._seed = seed
+        self._num_seeds = 0
+
+    def prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+        """Return the token ids of one prompt or of several, in order, each checked.
+
+        Text is tokenized as transformers does it, with the tokenizer's own special tokens.
+        """
+        given: Any = _to_list(prompts)
+        if isinstance(given, str) or _are_ids(given):
+            given = [given]
+        if not isinstance(given, Sequence):
+            raise RequestError(
+                f"prompts={_show(prompts)}: expected a text, a list of token ids, or a list of "
+                "these"
+            )
+        return [
+            self._check(self._tokenize(prompt, f"prompt {index}"), f"prompt {index}")
+            for index, prompt in enumerate(given)
+        ]
+
+    def conversations(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]]
+    ) -> list[list[int]]:
+        """Return the token ids of one conversation or of several, ready for the next answer.
+
+        The chat template brings its own special tokens; no others are added.
+        """
+        if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+            raise RequestError(
+                f"messages={_show(messages)}: expected a list of messages such as "
+                "{'role': 'user', 'content': 'Hi'}, or a list of such lists"
+            )
+        is_one = len(messages) > 0 and isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if is_one else messages
+        return [
+            self._check(
+                self._render(conversation, f"conversation {index}"), f"conversation {index}"
+            )
+            for index, conversation in enumerate(conversations)
+        ]
+
+    def params(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
+        """Return one checked `SamplingParams` per prompt."""
+        if params is None:
+            params = SamplingParams()
+        each = [params] * num_prompts if isinstance(params, SamplingParams) else list(params)
+        for one in each:
+            if not isinstance(one, SamplingParams):
+                raise RequestError(f"params={_show(one)}: expected SamplingParams(...)")
+            self._check_params(one)
+        if len(each) != num_prompts:
+            raise RequestError(
+                f"{len(each)} SamplingParams for {num_prompts} prompts: give one for all, "
+                "or one each"
+            )
+        return each
+
+    def sampling_data(self, params: SamplingParams) -> SamplingData:
+        """Resolve what the worker and the stop rules need. Draws a seed if there is none."""
+        stop_token_ids = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_token_ids |= self.eos_token_ids
+        return SamplingData(
+            temperature=params.temperature,
+            top_k=params.top_k if 0 < params.top_k < self.vocab_size else 0,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=self._next_seed() if params.seed is None else params.seed % MAX_SEED,
+            min_tokens=params.min_tokens,
+            stop_token_ids=tuple(sorted(stop_token_ids)),
+        )
+
+    def _next_seed(self) -> int:
+        """Hash the engine's seed and a counter: distinct, and the same in every run."""
+        self._num_seeds += 1
+        text = f"{self._seed}:{self._num_seeds}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+    def _tokenize(self, prompt: Any, where: str) -> list[int]:
+        prompt = _to_list(prompt)
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError(
+                    f"{where} is text, and this LLM has no tokenizer: give token ids, "
+                    "or LLM(..., tokenizer=...)"
+                )
+            return list(self.tokenizer(prompt)["input_ids"])
+        if isinstance(prompt, Sequence) and (not prompt or _are_ids(prompt)):
+            return [operator.index(token_id) for token_id in prompt]
+        raise RequestError(f"{where}={_show(prompt)}: expected a text or a list of token ids")
+
+    def _render(self, conversation: Any, where: str) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestError(
+                "chat() needs a tokenizer, and this LLM has none: LLM(tokenizer=...)"
+            )
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise RequestError(
+                "chat() needs a chat template, and this model's tokenizer has none: "
+                "use generate(), or set llm.tokenizer.chat_template"
+            )
+        if not (
+            isinstance(conversation, Sequence)
+            and conversation
+            and all(isinstance(message, Mapping) for message in conversation)
+        ):
+            raise RequestError(
+                f"{where}={_show(conversation)}: expected a non-empty list of messages such as "
+                "{'role': 'user', 'content': 'Hi'}"
+            )
+        try:
+            token_ids = self.tokenizer.apply_chat_template(
+                [dict(message) for message in conversation],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+            )
+        except Exception as error:
+            # Templates raise whatever Jinja raises: roles that don't alternate, a missing key, ...
+            raise RequestError(
+                f"{where}: the chat template refuses it: {type(error).__name__}: {error}"
+            ) from error
+        return list(token_ids)
+
+    def _check(self, token_ids: list[int], where: str) -> list[int]:
+        if not token_ids:
+            raise RequestError(f"{where} is empty: a model needs at least one token to go on from")
+        if len(token_ids) >= self.max_model_len:
+            raise RequestError(
+                f"{where} has {len(token_ids)} tokens; with max_model_len={self.max_model_len} at "
+                f"most {self.max_model_len - 1} leave room for an output"
+            )
+        for index, token_id in enumerate(token_ids):
+            if not 0 <= token_id < self.vocab_size:
+                raise RequestError(
+                    f"{where}: token id {token_id} at index {index} is not in the vocabulary, "
+                    f"range({self.vocab_size})"
+                )
+        return token_ids
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if params.stop and self.tokenizer is None:
+            raise RequestError(
+                f"stop={params.stop!r}: stop strings need a tokenizer, and this LLM has none; "
+                "use stop_token_ids"
+            )
+        for token_id in params.stop_token_ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise RequestError(
+                    f"stop_token_ids: {token_id} is not in the vocabulary, range({self.vocab_size})"
+                )
+
+
+def _to_list(value: Any) -> Any:
+    """Turn an array or a tensor into lists; leave anything else alone."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _are_ids(value: Any) -> bool:
+    """Whether `value` is a non-empty list of integers, of any integer type."""
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, (str, bytes))
+        and len(value) > 0
+        and all(hasattr(item, "__index__") for item in value)
+    )
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

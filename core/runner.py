@@ -1,0 +1,63 @@
+"""The worker as the engine sees it: two calls, and what was settled when it was built.
+
+The only thing that the scheduling wing's side and the worker's side agree on besides `messages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from foresay.core.messages import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
+
+
+class Runner(Protocol):
+    """Holds the target model, its KV cache and at most one proposer."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """A transformers tokenizer; None: token ids in, token ids out."""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a text; may be empty."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are in range(vocab_size)."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt and output together never exceed it."""
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks in the pool."""
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """The engine's k: most drafts per request and step; 0: plain decoding."""
+
+    @property
+    def max_context(self) -> int | None:
+        """Requests longer than this are not drafted for; None: no limit."""
+
+    @property
+    def proposer_name(self) -> str | None:
+        """Who drafts; None: nobody."""
+
+    @property
+    def row_invariant(self) -> bool:
+        """Whether a row's logits were found independent of the rows around it."""
+
+    @property
+    def summary(self) -> str:
+        """One line: what was loaded, and what was chosen for settings that were left open."""
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step; it may hold nothing but news of requests that ended."""
+        ...
+
+    def draft(self, finished_req_ids: Sequence[str]) -> DraftTokenIds | None:
+        """Draft after the step executed last, but not for the finished; None: nothing to say."""
+        ...

@@ -1,0 +1,74 @@
+"""The limits of one engine, and k: how many tokens a request may draft.
+
+Knows settings and one request at a time; not who runs, and no blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foresay.core.errors import ConfigError
+from foresay.core.scheduling.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The limits of one engine, resolved: no None that means "decide later"."""
+
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int  # most requests in one step
+    max_num_batched_tokens: int  # most rows in one step
+    chunked_prefill_size: int | None  # most prompt tokens of one request per step; None: no limit
+    max_model_len: int  # prompt and output never exceed it
+    enable_prefix_caching: bool = True
+    num_speculative_tokens: int = 0  # the engine's k; 0: plain decoding
+    max_context: int | None = None  # prompt, output and drafts of a drafting request
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("block_size", 1),
+            ("num_blocks", 1),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("chunked_prefill_size", 1),
+            ("max_model_len", 2),
+            ("num_speculative_tokens", 0),
+            ("max_context", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name}={value!r}: must be at least {least}")
+        num_needed = -(-self.max_model_len // self.block_size)
+        if self.num_blocks < num_needed:
+            raise ConfigError(
+                f"num_blocks={self.num_blocks!r} of block_size={self.block_size!r} cannot hold one "
+                f"request of max_model_len={self.max_model_len!r}: that takes {num_needed} blocks; "
+                "raise num_blocks or lower max_model_len"
+            )
+        num_rows = self.max_num_seqs * (1 + self.num_speculative_tokens)
+        if self.max_num_batched_tokens < num_rows:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens!r}: must be at least "
+                f"max_num_seqs * (1 + num_speculative_tokens) = {self.max_num_seqs!r} * "
+                f"{1 + self.num_speculative_tokens} = {num_rows}; raise it or lower max_num_seqs"
+            )
+
+
+def num_draft_tokens(config: SchedulerConfig, request: Request, num_tokens: int) -> int:
+    """Return k: how many tokens to draft when `request` has `num_tokens` committed ones.
+
+    The only place that knows. It depends on the past only and never grows with `num_tokens`, so
+    that, taken before a commit with the least length the commit can lead to, it is an upper bound.
+    """
+    num_output_tokens = num_tokens - request.num_prompt_tokens
+    k = min(
+        config.num_speculative_tokens,
+        request.max_tokens - num_output_tokens - 1,
+        config.max_model_len - num_tokens - 1,
+    )
+    if request.num_speculative_tokens is not None:
+        k = min(k, request.num_speculative_tokens)
+    if config.max_context is not None:
+        k = min(k, config.max_context - num_tokens)
+    return max(k, 0)

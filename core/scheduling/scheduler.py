@@ -1,0 +1,460 @@
+"""Who runs this step, and how many tokens each.
+
+There is no prefill, decode or verify step here, and no branch for speculation: every request has a
+number of computed tokens that chases its number of tokens, drafts included, and drafts are counted
+only in `Request.num_tokens_with_spec`. The scheduler knows blocks through the `BlockManager` and
+the worker through messages; it knows neither models nor proposers nor text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from foresay.core.errors import EngineError, RequestError
+from foresay.core.messages import (
+    BlockTableUpdate,
+    DraftTokenIds,
+    ModelRunnerOutput,
+    NewRequest,
+    SchedulerOutput,
+)
+from foresay.core.scheduling.block_manager import BlockManager
+from foresay.core.scheduling.limits import SchedulerConfig, num_draft_tokens
+from foresay.core.scheduling.queues import RequestQueues
+from foresay.core.scheduling.request import Request, RequestStatus
+
+__all__ = ["PASSED_OVER_LIMIT", "RequestUpdate", "Scheduler", "SchedulerConfig"]
+
+PASSED_OVER_LIMIT = 100
+
+
+@dataclass(slots=True)
+class RequestUpdate:
+    """What one step brought for a request that had output rows."""
+
+    request: Request
+    new_token_ids: list[int]  # committed, after the cut at a stop: what reaches the user
+    num_draft_tokens: int  # drafts verified in this step
+    num_accepted_tokens: int  # accepted drafts among `new_token_ids`
+    finished: bool
+
+
+@dataclass(slots=True)
+class _Step:
+    """A `SchedulerOutput` in the making."""
+
+    budget: int
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+    num_output_rows: dict[str, int] = field(default_factory=dict)
+    num_draft_tokens: dict[str, int] = field(default_factory=dict)
+    new_requests: list[NewRequest] = field(default_factory=list)
+    preempted_req_ids: list[str] = field(default_factory=list)
+    # Running requests whose block table changed: how many leading blocks the worker may keep.
+    num_kept_blocks: dict[str, int] = field(default_factory=dict)
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, preemption and a prefix cache.
+
+    One step is `schedule()`, the worker's work, `update_from_output(...)`, and, if anything is
+    to be drafted, `update_draft_token_ids(...)`. The worker forgets finished and preempted
+    requests before it takes the new ones: an id may be in both.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.blocks = BlockManager(
+            config.num_blocks,
+            config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        self._queues = RequestQueues()
+        self._step_id = 0
+        self._in_flight: SchedulerOutput | None = None
+        self._finished_req_ids: list[str] = []  # not told to the worker yet
+        self._preempted_req_ids: list[str] = []  # the same
+
+    # -- Requests come and go ---------------------------------------------------------------------
+
+    @property
+    def requests(self) -> dict[str, Request]:
+        """All unfinished requests by id."""
+        return self._queues.requests
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._queues.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their first step, or for another one after a preemption."""
+        return len(self._queues.waiting) + len(self._queues.preempted)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request needs more steps."""
+        return bool(self.requests)
+
+    def has_pending_messages(self) -> bool:
+        """Whether `schedule()` has news for the worker even if nothing is left to compute."""
+        return bool(
+            self._finished_req_ids or self._preempted_req_ids or self.blocks.has_blocks_to_zero
+        )
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. Raises `RequestError` if it can never run, or its id is in use."""
+        max_model_len = self.config.max_model_len
+        if request.req_id in self.requests:
+            raise RequestError(f"request id {request.req_id!r} is in use by an unfinished request")
+        if request.arrival >= 0:
+            raise RequestError(f"{request!r} was added before; make a new Request")
+        if not request.num_prompt_tokens:
+            raise RequestError(f"request {request.req_id!r}: the prompt has no tokens")
+        if request.num_prompt_tokens >= max_model_len:
+            raise RequestError(
+                f"request {request.req_id!r}: the prompt has {request.num_prompt_tokens} tokens, "
+                f"which leaves no room for output in max_model_len={max_model_len!r}; shorten the "
+                "prompt or raise max_model_len"
+            )
+        if request.max_tokens < 1:
+            raise RequestError(
+                f"request {request.req_id!r}: max_tokens={request.max_tokens!r} must be at least 1"
+            )
+        self._queues.add(request)
+
+    def abort_request(self, req_id: str) -> Request | None:
+        """End a request; return it, or None if there is no such unfinished request.
+
+        Its blocks are freed at once, or, if a step with it is in flight, when that step's outcome
+        is taken; what the step brings for it is discarded.
+        """
+        request = self.requests.get(req_id)
+        if request is None or request.status.is_finished:
+            return None
+        if self._in_flight is None or req_id not in self._in_flight.num_scheduled_tokens:
+            self._queues.remove(request)
+            self._retire(request)
+        request.status = RequestStatus.FINISHED_ABORTED
+        return request
+
+    # -- One step ---------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide the next step: reserve its blocks, count its tokens, word it as a message.
+
+        Raises `EngineError` if requests exist and none can be scheduled, or if the outcome of the
+        step before was neither taken nor abandoned.
+        """
+        if self._in_flight is not None:
+            raise EngineError(
+                f"step {self._in_flight.step_id} is in flight: call update_from_output() or "
+                "abandon_step() before schedule()"
+            )
+        step = _Step(budget=self.config.max_num_batched_tokens)
+        running = self._queues.running
+        decoding = [request for request in running if _num_lacking(request) == 1]
+        longer = [request for request in running if _num_lacking(request) > 1]
+
+        # 1. Committed tokens get their blocks before any draft does, so that no draft causes a
+        #    preemption. Only decoding requests can lack one: the others were given blocks for all
+        #    their tokens when they were admitted.
+        for request in decoding:
+            self._reserve_next_slot(request, step)
+        # 2. Rows, in the order of the budget: first who lacks one committed token. The list is
+        #    sorted by what a request lacks now; nothing remembers it.
+        for request in (*decoding, *longer):
+            if request.status is RequestStatus.RUNNING:
+                self._schedule_tokens(request, step)
+        # 3. Room that a preemption made is not for newcomers.
+        if not step.preempted_req_ids:
+            self._admit(step)
+
+        if not step.num_scheduled_tokens and self.requests:
+            raise EngineError(
+                f"nothing can be scheduled though {len(self.requests)} requests exist "
+                f"({self.num_running} running, {self.num_waiting} waiting, "
+                f"{self.blocks.num_free_blocks} of {self.config.num_blocks} blocks free)"
+            )
+        self._step_id += 1
+        scheduled = SchedulerOutput(
+            step_id=self._step_id,
+            num_scheduled_tokens=step.num_scheduled_tokens,
+            scheduled_spec_decode_tokens=step.scheduled_spec_decode_tokens,
+            num_output_rows=step.num_output_rows,
+            num_draft_tokens=step.num_draft_tokens,
+            new_requests=step.new_requests,
+            block_table_updates={
+                req_id: BlockTableUpdate(num_kept, self.requests[req_id].block_ids[num_kept:])
+                for req_id, num_kept in step.num_kept_blocks.items()
+            },
+            block_ids_to_zero=self.blocks.take_block_ids_to_zero(),
+            finished_req_ids=self._finished_req_ids,
+            preempted_req_ids=self._preempted_req_ids + step.preempted_req_ids,
+        )
+        self._finished_req_ids = []
+        self._preempted_req_ids = []
+        if step.num_scheduled_tokens:
+            self._in_flight = scheduled
+        return scheduled
+
+    def update_from_output(
+        self, scheduled: SchedulerOutput, output: ModelRunnerOutput
+    ) -> list[RequestUpdate]:
+        """Take a step's outcome: give back what was rejected, commit tokens, apply stops.
+
+        Returns one update for each request with output rows, failed ones included, in the step's
+        order; requests aborted during the step have none. Raises `EngineError` if the worker's
+        answer does not fit the step.
+        """
+        if scheduled.step_id != output.step_id or scheduled.step_id != self._step_id:
+            raise EngineError(
+                f"the outcome of step {output.step_id} was given for step {scheduled.step_id}; "
+                f"the last one scheduled is {self._step_id}"
+            )
+        self._in_flight = None
+        updates = []
+        for req_id, num_rows in scheduled.num_output_rows.items():
+            request = self.requests[req_id]
+            failure = output.failed.get(req_id)
+            if request.status.is_finished:  # aborted while the step was in flight
+                self._retire(request, tainted=failure is not None)
+                continue
+            drafts = scheduled.scheduled_spec_decode_tokens.get(req_id, [])
+            new_token_ids: list[int] = []
+            num_accepted = 0
+            if failure is not None:
+                request.status = RequestStatus.FINISHED_ERROR
+                request.stop_reason = failure
+            elif num_rows:
+                sampled = output.sampled_token_ids.get(req_id, [])
+                num_accepted = len(sampled) - 1
+                if not 0 <= num_accepted < num_rows or sampled[:-1] != drafts[:num_accepted]:
+                    raise EngineError(
+                        f"request {req_id!r}, {num_rows} output rows, drafts {drafts!r}: the "
+                        f"worker sampled {sampled!r}"
+                    )
+                request.num_computed_tokens -= len(drafts) - num_accepted
+                new_token_ids = self._commit(request, sampled)
+            finished = request.status.is_finished
+            if finished:
+                # After a cut, the KV of what was discarded belongs to no token any more.
+                request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
+            if failure is None:
+                self.blocks.cache_computed_blocks(request)
+            if finished:
+                self._retire(request, tainted=failure is not None)
+            if num_rows or finished:
+                num_accepted = min(num_accepted, len(new_token_ids))
+                updates.append(
+                    RequestUpdate(request, new_token_ids, len(drafts), num_accepted, finished)
+                )
+        self._queues.drop_finished()
+        return updates
+
+    def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:
+        """Take the drafts to verify next, cut to each request's k.
+
+        Dropped without a word: a draft made for another committed length, or for a request that
+        has finished, is not running, or has tokens of its prompt to compute.
+        """
+        for req_id, token_ids in drafts.draft_token_ids.items():
+            request = self.requests.get(req_id)
+            if (
+                request is not None
+                and request.status is RequestStatus.RUNNING
+                and drafts.num_tokens.get(req_id) == request.num_tokens
+                and _num_lacking(request) == 1
+            ):
+                k = num_draft_tokens(self.config, request, request.num_tokens)
+                request.spec_token_ids = list(token_ids[:k])
+
+    def abandon_step(self) -> None:
+        """Give up the step in flight: it was interrupted, and no outcome will come.
+
+        How far the worker came is unknown, so every running request is preempted and will be sent
+        anew, and what the step's message told is told again.
+        """
+        lost, self._in_flight = self._in_flight, None
+        if lost is None:
+            return
+        for request in list(self._queues.running):
+            if request.status.is_finished:
+                self._retire(request)
+            else:
+                self._preempt(request)
+                self._preempted_req_ids.append(request.req_id)
+        self._queues.drop_finished()
+        self._finished_req_ids[:0] = lost.finished_req_ids
+        self._preempted_req_ids[:0] = lost.preempted_req_ids
+        self.blocks.zero_again(lost.block_ids_to_zero)
+
+    def check_integrity(self) -> None:
+        """Recount queues, invariants and blocks; raise `EngineError`. Costs O(everything)."""
+        running = self._queues.running
+        self._queues.check_integrity()
+        self.blocks.check_integrity(running)
+        if len(running) > self.config.max_num_seqs:
+            raise EngineError(f"{len(running)} run; max_num_seqs={self.config.max_num_seqs}")
+        if self._in_flight is not None:
+            return
+        for request in running:
+            if request.status is not RequestStatus.RUNNING:
+                raise EngineError(f"{request!r} is in the RUNNING queue")
+            if _num_lacking(request) < 1:
+                raise EngineError(f"{request!r} computed a token that is not committed")
+            k = num_draft_tokens(self.config, request, request.num_tokens)
+            if request.spec_token_ids and (
+                _num_lacking(request) != 1 or len(request.spec_token_ids) > k
+            ):
+                raise EngineError(f"{request!r} may have {k} drafts, after its prompt only")
+
+    # -- Parts of schedule() ----------------------------------------------------------------------
+
+    def _reserve_next_slot(self, request: Request, step: _Step) -> None:
+        """Make room for the one committed token that `request` lacks; preempt if need be."""
+        while request.status is RequestStatus.RUNNING:
+            if self._extend(request, request.num_tokens, step):
+                return
+            if self._reclaim_spare_blocks(step):
+                continue
+            # The newest is never one that was served before `request` in this loop: these are all
+            # older. It may be `request` itself. The oldest is never preempted by another one, and
+            # the pool holds any single request, so there is always progress.
+            victim = self._queues.running[-1]
+            step.num_kept_blocks.pop(victim.req_id, None)
+            self._preempt(victim)
+            step.preempted_req_ids.append(victim.req_id)
+
+    def _reclaim_spare_blocks(self, step: _Step) -> bool:
+        """Take back blocks that only rejected drafts needed; return whether there were any."""
+        num_free = self.blocks.num_free_blocks
+        for request in self._queues.running:
+            if len(request.block_ids) > self.blocks.num_blocks_for(request.num_tokens):
+                num_kept = self.blocks.shrink(request, request.num_tokens)
+                step.num_kept_blocks[request.req_id] = min(
+                    num_kept, step.num_kept_blocks.get(request.req_id, num_kept)
+                )
+        return self.blocks.num_free_blocks > num_free
+
+    def _extend(self, request: Request, num_slots: int, step: _Step) -> bool:
+        """Have at least `num_slots` slots; False, and nothing changed, if the pool is short."""
+        num_held = len(request.block_ids)
+        if num_held * self.config.block_size >= num_slots:
+            return True
+        if self.blocks.allocate(request, num_slots) is None:
+            return False
+        step.num_kept_blocks.setdefault(request.req_id, num_held)
+        return True
+
+    def _schedule_tokens(self, request: Request, step: _Step) -> None:
+        """Schedule as many tokens of a request that holds its blocks as the limits allow."""
+        config = self.config
+        num_lacking = _num_lacking(request)
+        num_new = request.num_tokens_with_spec - request.num_computed_tokens
+        if config.chunked_prefill_size is not None and num_lacking > config.chunked_prefill_size:
+            num_new = config.chunked_prefill_size
+        num_fitting = len(request.block_ids) + self.blocks.num_free_blocks
+        num_new = min(
+            num_new,
+            step.budget,
+            config.max_model_len - request.num_computed_tokens - 1,
+            num_fitting * config.block_size - request.num_computed_tokens,
+        )
+        if num_new <= 0:
+            return
+        self._extend(request, request.num_computed_tokens + num_new, step)
+        num_drafts = max(num_new - num_lacking, 0)
+        req_id = request.req_id
+        step.budget -= num_new
+        step.num_scheduled_tokens[req_id] = num_new
+        if num_drafts:
+            step.scheduled_spec_decode_tokens[req_id] = request.spec_token_ids[:num_drafts]
+        step.num_output_rows[req_id] = 1 + num_drafts if num_new >= num_lacking else 0
+        if num_new >= num_lacking:
+            k = num_draft_tokens(config, request, request.num_tokens + 1)
+            if k:
+                step.num_draft_tokens[req_id] = k
+        # Optimistic; update_from_output gives back what is rejected.
+        request.num_computed_tokens += num_new
+        request.spec_token_ids = []
+
+    def _admit(self, step: _Step) -> None:
+        """Resume preempted requests, then start waiting ones, while there is room.
+
+        A preempted request that does not fit holds back everyone. A waiting one is passed over by
+        later, smaller ones, until that happened `PASSED_OVER_LIMIT` times.
+        """
+        queues = self._queues
+        while queues.preempted:
+            if not self._start(queues.preempted[0], step):
+                return
+        passed_over: list[Request] = []
+        # Looking further down a long queue costs more than it finds.
+        for request in list(islice(queues.waiting.values(), self.config.max_num_seqs)):
+            if len(queues.running) >= self.config.max_num_seqs or not step.budget:
+                return
+            if self._start(request, step):
+                for other in passed_over:
+                    other.num_times_passed_over += 1
+            elif self.blocks.num_free_blocks:
+                passed_over.append(request)
+            else:
+                return
+            if any(other.num_times_passed_over >= PASSED_OVER_LIMIT for other in passed_over):
+                return
+
+    def _start(self, request: Request, step: _Step) -> bool:
+        """Run `request` from this step on, if blocks for all its tokens can be had at once.
+
+        All at once, though the first chunk may need few: half of a prompt in the pool helps
+        nobody, and would be preempted for the other half.
+        """
+        if len(self._queues.running) >= self.config.max_num_seqs or not step.budget:
+            return False
+        prefix = self.blocks.find_prefix(request)
+        if self.blocks.allocate(request, request.num_tokens, prefix) is None:
+            return False
+        request.num_computed_tokens = len(prefix.block_ids) * self.config.block_size
+        self._queues.start(request)
+        step.new_requests.append(
+            NewRequest(
+                req_id=request.req_id,
+                token_ids=list(request.token_ids),
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_computed_tokens=request.num_computed_tokens,
+                block_ids=list(request.block_ids),
+                sampling=request.sampling,
+            )
+        )
+        self._schedule_tokens(request, step)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Let `request` wait for its recomputation. The caller tells the worker."""
+        self.blocks.free(request)
+        self._queues.preempt(request)
+
+    # -- Parts of the rest ------------------------------------------------------------------------
+
+    def _commit(self, request: Request, token_ids: Sequence[int]) -> list[int]:
+        """Append tokens up to and including the one that stops `request`; return those."""
+        for count, token_id in enumerate(token_ids, start=1):
+            if request.append_output_token(token_id, self.config.max_model_len):
+                return list(token_ids[:count])
+        if _num_lacking(request) != 1:
+            raise EngineError(f"{request!r} must lack exactly one token after a commit")
+        return list(token_ids)
+
+    def _retire(self, request: Request, *, tainted: bool = False) -> None:
+        """Free what a finished request holds, and have the worker forget it."""
+        request.spec_token_ids = []
+        self.blocks.free(request, tainted=tainted)
+        self._finished_req_ids.append(request.req_id)
+
+
+def _num_lacking(request: Request) -> int:
+    """Committed tokens whose KV is not computed; in flight, drafts can make it negative."""
+    return request.num_tokens - request.num_computed_tokens

@@ -1,0 +1,95 @@
+"""The self-check at load: are a row's logits the same bits in every batch on this machine?
+
+It computes the same few rows in several shapes, on random tokens over a random KV history, and
+compares them bit for bit. It cannot prove invariance, but what that rests on (library kernels,
+their choice by shape) shows here if it fails at all; tests compare many more shapes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from foresay.core.worker.attention import AttentionMetadata
+from foresay.core.worker.kv_cache import KVCache
+from foresay.core.worker.target import TargetModel
+
+_BLOCK_SIZE = 16
+_ROWS = 6  # rows compared: the last ones before each of these positions
+_ENDS = (150, 514)
+# Chunks that hold them: rows before them, rows after them, one-row requests beside.
+_SHAPES = ((0, 0, 0), (0, 0, 3), (0, 2, 0), (7, 0, 0), (34, 0, 1))
+_LONGEST = 144
+
+
+@torch.inference_mode()
+def rows_are_invariant(target: TargetModel, max_model_len: int) -> bool:
+    """Return whether every compared row of logits was bit-equal in all shapes tried.
+
+    The rows lie on both sides of a key block's border, as far as `max_model_len` allows.
+    """
+    trial = _Trial(target.shallow(), min(max(_ENDS) + 2, max_model_len))
+    for end in sorted({min(end, max_model_len - 2) for end in _ENDS}):
+        num_rows = min(_ROWS, end)
+        start = end - num_rows
+        # The longest chunk first: the others find the KV it wrote, and write the same again.
+        early = max(0, end - _LONGEST)
+        expected = trial.logits(early, end)[start - early :]
+        for row in range(num_rows):
+            alone = trial.logits(start + row, start + row + 1)
+            if not torch.equal(alone[0], expected[row]):
+                return False
+        for before, after, num_others in _SHAPES:
+            first = max(0, start - before)
+            rows = trial.logits(first, end + after, num_others)[start - first :]
+            if not torch.equal(rows[:num_rows], expected):
+                return False
+    return True
+
+
+class _Trial:
+    """A model, random tokens, and a KV cache full of noise: one request's, and some others'."""
+
+    def __init__(self, target: TargetModel, num_positions: int) -> None:
+        self._target = target
+        num_blocks = -(-num_positions // _BLOCK_SIZE)
+        self._cache = KVCache(
+            target.kv_layout, 2 * num_blocks, _BLOCK_SIZE, target.dtype, target.device
+        )
+        self._others = num_blocks * _BLOCK_SIZE  # their first slot
+        generator = torch.Generator().manual_seed(0)
+        for layer in self._cache.layers:
+            for tensor in (layer.key, layer.value):
+                used = tensor[: self._cache.null_slot]
+                used.copy_(torch.randn(used.shape, generator=generator))
+        self._tokens = torch.randint(0, target.vocab_size, (num_positions,), generator=generator)
+
+    def logits(self, start: int, end: int, num_others: int = 0) -> torch.Tensor:
+        """Run rows start..end, with one-row requests behind; [end - start, vocab_size]."""
+        positions = [np.arange(start, end)]
+        slots = [np.arange(end)]
+        slot_mapping = [slots[0][start:]]
+        ids = [self._tokens[start:end]]
+        num_padding = self._target.min_rows - (end - start) - num_others
+        if num_padding > 0:  # as the model runner pads
+            positions[0] = np.append(positions[0], [end - 1] * num_padding)
+            slot_mapping.append(np.full(num_padding, self._cache.scratch_slot))
+            ids.append(ids[0][-1:].repeat(num_padding))
+        for other in range(num_others):
+            length = start + other + 1
+            positions.append(np.array([length - 1]))
+            slots.append(np.arange(self._others, self._others + min(length, self._others)))
+            slot_mapping.append(np.array([self._cache.scratch_slot]))
+            ids.append(self._tokens[other : other + 1])
+        metadata = AttentionMetadata.build(
+            positions,
+            slots,
+            np.concatenate(slot_mapping),
+            self._cache.null_slot,
+            self._target.attention_rules,
+            self._target.device,
+        )
+        rows = torch.arange(end - start, device=self._target.device)
+        return self._target.forward(
+            torch.cat(ids).to(self._target.device), rows, self._cache, metadata
+        )

@@ -1,0 +1,92 @@
+"""How many KV blocks, and how long a request may be: sizes the pool to what is asked for and fits.
+
+It reads free memory; it allocates nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from foresay.core.errors import ConfigError
+from foresay.core.worker.kv_cache import LayerKV, block_bytes
+
+CPU_SHARE = 0.25  # of the memory that is free once the weights are loaded
+GPU_SHARE = 0.90
+DEFAULT_MAX_MODEL_LEN = 4096  # for a model that states no limit
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """The pool's size and the longest request it is sized for."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that can still be allocated on `device`."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return min(int(line.split()[1]) * 1024, _cgroup_room())
+    # Elsewhere half of what is built in is a safe guess.
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _cgroup_room() -> int:
+    """Return what a container's limit (cgroup v2) leaves; a huge number without one."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = (root / "memory.max").read_text().strip()
+        used = int((root / "memory.current").read_text())
+        return int(limit) - used if limit != "max" else 1 << 62
+    except (OSError, ValueError):
+        return 1 << 62
+
+
+def size_pool(
+    *,
+    layout: list[LayerKV],
+    dtype: torch.dtype,
+    block_size: int,
+    max_num_seqs: int,
+    budget: int,
+    model_limit: int | None,
+    max_model_len: int | None,
+    num_blocks: int | None,
+) -> PoolSize:
+    """Settle the number of blocks and the longest request, both given or left open.
+
+    budget: bytes the pool may take if `num_blocks` is left open. `max_model_len` left open is the
+    model's own limit, lowered to what one request can get; given, it must be held. Raises
+    `ConfigError` where that is impossible.
+    """
+    if max_model_len is not None and model_limit is not None and max_model_len > model_limit:
+        raise ConfigError(
+            f"max_model_len={max_model_len} exceeds the {model_limit} positions that the model "
+            "was made for"
+        )
+    wanted = max_model_len or model_limit or DEFAULT_MAX_MODEL_LEN
+    per_request = -(-wanted // block_size)
+    if num_blocks is None:
+        fitting = budget // block_bytes(layout, block_size, dtype)
+        num_blocks = min(max_num_seqs * per_request, fitting)
+    if num_blocks < per_request:
+        if max_model_len is not None:
+            raise ConfigError(
+                f"max_model_len={max_model_len} needs {per_request} KV blocks of {block_size} "
+                f"tokens, and there is room for {num_blocks}: lower max_model_len, or raise "
+                "num_blocks if memory allows"
+            )
+        wanted = num_blocks * block_size
+    if wanted < 2:
+        raise ConfigError("there is no memory left for the KV cache of even one short request")
+    return PoolSize(num_blocks, wanted)

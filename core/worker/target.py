@@ -1,0 +1,272 @@
+"""The target model: loads it, chooses how it is run, and offers one forward pass for both ways.
+
+The Llama family runs on `decoder`, everything else on transformers' own modules
+(`transformers_model`). It knows models, not requests: batches, KV blocks and drafts come from
+outside.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import transformers
+
+from foresay.core.errors import ConfigError, ModelError
+from foresay.core.registry import ModelAlias
+from foresay.core.worker.attention import AttentionMetadata, AttentionRules
+from foresay.core.worker.decoder import FastDecoder
+from foresay.core.worker.kv_cache import KVCache, LayerKV
+from foresay.core.worker.loading import (
+    choose_device,
+    choose_dtype,
+    dtype_name,
+    end_of_sequence_ids,
+    length_limit,
+    load,
+    load_tokenizer,
+)
+from foresay.core.worker.sources import find_source
+from foresay.core.worker.suitability import check_class, check_config
+from foresay.core.worker.transformers_model import TransformersDecoder, private_copy
+
+
+class Decoder(Protocol):
+    """How a target model is run."""
+
+    vocab_size: int
+    kv_layout: list[LayerKV]
+    attention_rules: AttentionRules
+    min_rows: int
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [num_tokens]
+        output_rows: torch.Tensor,  # [num_output_rows], indices into the rows
+        cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:  # [num_output_rows, vocab_size]
+        """Write the rows' keys and values to the cache and return logits of `output_rows`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TargetModel:
+    """A loaded target model, ready to run."""
+
+    config: Any  # the transformers config
+    vocab_size: int  # logits have this many columns; token ids are below it
+    hidden_size: int
+    num_layers: int
+    dtype: torch.dtype
+    device: torch.device
+    kv_layout: list[LayerKV]  # by attention layer
+    attention_rules: AttentionRules  # for `AttentionMetadata.build`
+    min_rows: int  # fewer rows than this in a pass cost as much: pad to it
+    max_model_len: int | None  # the model's own limit
+    tokenizer: Any  # None: ids in, ids out
+    eos_token_ids: frozenset[int]  # may be empty
+    checkpoint: Path | None  # the folder or file of the weights; None for a model object
+    is_fast: bool  # whether foresay's own decoder runs it
+    description: str  # one line: what was loaded, and how it is run
+    decoder: Decoder
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        output_rows: torch.Tensor,
+        cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Run one batch of rows.
+
+        input_ids [num_tokens] int64; their positions are `metadata.positions`. output_rows
+        [num_output_rows] int64: indices of the rows whose logits are wanted. Returns logits
+        [num_output_rows, vocab_size]; row j predicts the token after `input_ids[output_rows[j]]`.
+        """
+        return self.decoder.forward(input_ids, output_rows, cache, metadata)
+
+    def shallow(self) -> TargetModel:
+        """Return a cheap model that computes with the same kernels in the same shapes, if any.
+
+        The fast decoder's layers are alike: one for each sliding window is enough.
+        """
+        if not isinstance(self.decoder, FastDecoder):
+            return self
+        decoder = self.decoder.shallow()
+        return replace(self, decoder=decoder, kv_layout=decoder.kv_layout)
+
+    def reserve(self, num_positions: int) -> None:
+        """Prepare tables for positions below `num_positions`; call it once, before any step."""
+        if isinstance(self.decoder, FastDecoder):
+            self.decoder.rotary.reserve(num_positions)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ingredients:
+    """A model as transformers made it, and what is known of it."""
+
+    model: Any
+    tokenizer: Any
+    checkpoint: Path | None
+    note: str
+    is_ours: bool  # nobody else holds the model object
+
+
+def load_target(
+    model: str | Path | Any,
+    *,
+    tokenizer: Any = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    row_invariant: bool = True,
+    max_model_len: int | None = None,
+    aliases: Mapping[str, ModelAlias] | None = None,
+    on_config: Callable[[Any], None] = lambda _config: None,
+    force_transformers: bool = False,
+) -> TargetModel:
+    """Load a target model.
+
+    model: an alias of `aliases`, a folder, a GGUF file, an id on the Hugging Face hub, or a
+        loaded transformers model. That one is used as it is, in its dtype and on its device; the
+        weights are shared or copied, and nothing in the object is changed.
+    tokenizer: a tokenizer, or where to load one from; None: the model's own, if it has one.
+    row_invariant: compute each row independently of its batch, as far as the kernels allow it.
+    max_model_len: what the engine was asked for; it decides longrope's form.
+    on_config: is given the model's config before any weight is read, and may raise.
+    force_transformers: run transformers' modules also where foresay's own decoder could, to
+        compare them.
+
+    Raises `ModelError` if there is no such model or it cannot be run exactly, `ConfigError` for a
+    wrong dtype or device.
+    """
+    if isinstance(model, str | Path):
+        found = _from_source(str(model), dtype, device, aliases or {}, on_config)
+    else:
+        found = _from_object(model, dtype, device)
+        on_config(model.config)
+    if isinstance(tokenizer, str | Path):
+        tokenizer = load_tokenizer(str(tokenizer))
+    tokenizer = found.tokenizer if tokenizer is None else tokenizer
+    return _build(found, tokenizer, row_invariant, max_model_len, force_transformers)
+
+
+def _from_source(
+    name: str,
+    dtype: str,
+    device: str,
+    aliases: Mapping[str, ModelAlias],
+    on_config: Callable[[Any], None],
+) -> _Ingredients:
+    chosen = choose_device(device)
+    choose_dtype(dtype, torch.float32, chosen)  # a wrong name is an error before any download
+    loaded = load(find_source(name, aliases), dtype, chosen, on_config)
+    return _Ingredients(
+        loaded.model, loaded.tokenizer, loaded.checkpoint, loaded.note, is_ours=True
+    )
+
+
+def _from_object(model: Any, dtype: str, device: str) -> _Ingredients:
+    kind = type(model).__name__
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise ModelError(
+            f"model is a {kind}; expected a name, a folder, or a transformers model with a "
+            "language-modelling head (a wrapper's inner model, an adapter merged into its model)"
+        )
+    check_config(model.config)
+    check_class(type(model))
+    if model.get_output_embeddings() is None:
+        raise ModelError(
+            f"the {kind} object has no language-modelling head: load it with AutoModelForCausalLM"
+        )
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+        raise ModelError(
+            f"the {kind} object lies on {', '.join(sorted(map(str, devices)))}; foresay runs a "
+            "model on one device, 'cpu' or 'cuda:N'"
+        )
+    if device != "auto" and choose_device(device) != model.device:
+        raise ConfigError(
+            f"device={device!r}, but the {kind} object is on {str(model.device)!r}: move it "
+            "(model.to(...)) or leave device at 'auto'"
+        )
+    if dtype != "auto" and choose_dtype(dtype, model.dtype, model.device)[0] != model.dtype:
+        raise ConfigError(
+            f"dtype={dtype!r}, but the {kind} object is in {dtype_name(model.dtype)!r}: load it in "
+            "that dtype or leave dtype at 'auto'"
+        )
+    return _Ingredients(model, None, None, "a loaded model", is_ours=False)
+
+
+def _build(
+    found: _Ingredients,
+    tokenizer: Any,
+    row_invariant: bool,
+    max_model_len: int | None,
+    force_transformers: bool,
+) -> TargetModel:
+    model, config = found.model, copy.deepcopy(found.model.config)
+    text_config = config.get_text_config(decoder=True)
+    limit = length_limit(config)
+    dtype, device = model.dtype, model.device
+    reason = "asked for" if force_transformers else _why_not_fast(model)
+    decoder: FastDecoder | TransformersDecoder
+    if reason is None:
+        decoder = FastDecoder(model, device=device, dtype=dtype, row_invariant=row_invariant)
+        how = "foresay's own decoder"
+    else:
+        own = model if found.is_ours else private_copy(model)
+        decoder = TransformersDecoder(own, limit=limit, max_model_len=max_model_len)
+        limit = decoder.max_model_len
+        how = "transformers' modules"
+    num_embeddings = model.get_input_embeddings().num_embeddings
+    if num_embeddings < decoder.vocab_size:
+        raise ModelError(
+            f"{type(model).__name__} has {decoder.vocab_size} columns of logits but embeds only "
+            f"{num_embeddings} tokens"
+        )
+    precision = f"{dtype_name(dtype)} on {device}" + (f" ({found.note})" if found.note else "")
+    return TargetModel(
+        config=config,
+        vocab_size=decoder.vocab_size,
+        hidden_size=int(text_config.hidden_size),
+        num_layers=int(text_config.num_hidden_layers),
+        dtype=dtype,
+        device=device,
+        kv_layout=decoder.kv_layout,
+        attention_rules=decoder.attention_rules,
+        min_rows=decoder.min_rows,
+        max_model_len=limit,
+        tokenizer=tokenizer,
+        eos_token_ids=end_of_sequence_ids(model, tokenizer, decoder.vocab_size),
+        checkpoint=found.checkpoint,
+        is_fast=reason is None,
+        description=f"{config.model_type}, {precision}, {how}",
+        decoder=decoder,
+    )
+
+
+def _why_not_fast(model: Any) -> str | None:
+    """Return why the fast decoder does not run `model`, or None if it does.
+
+    It reads weights only, so every module must be the plain one whose weights say everything:
+    no adapters, no quantised layers, no subclass with a forward pass of its own.
+    """
+    reason = FastDecoder.supports(model.config)
+    if reason is not None:
+        return reason
+    if type(model).__module__.split(".")[0] != "transformers":
+        return f"{type(model).__name__} is not transformers' own class"
+    for name, module in model.named_modules():
+        package = type(module).__module__.split(".")[0]
+        if type(module) is torch.nn.Linear or type(module) is torch.nn.Embedding:
+            continue
+        if any(True for _ in module.parameters(recurse=False)) and not (
+            package == "transformers" and type(module).__name__.endswith("RMSNorm")
+        ):
+            return f"{name!r} is a {type(module).__name__}"
+    return None

@@ -1,0 +1,163 @@
+"""Runs transformers' own modules over the paged KV cache: every model the fast decoder does not.
+
+The model's attention is replaced through transformers' `AttentionInterface`; embeddings, norms,
+MLPs and heads stay what they are. A model that would not be exact this way is refused, see
+`probe`. Its products are torch's, so rows are not bit-equal across batches.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from foresay.core.errors import ModelError, one_line
+from foresay.core.worker.attention import AttentionMetadata, AttentionRules
+from foresay.core.worker.kv_cache import KVCache
+from foresay.core.worker.linear import compute_dtype
+from foresay.core.worker.probe import Probe
+from foresay.core.worker.transformers_attention import PAGED, PROBED, Attention, PagedAttention
+
+
+class TransformersDecoder:
+    """A transformers causal LM over the paged KV cache.
+
+    `model` is changed (its attention, its rope) and must belong to nobody else: see
+    `private_copy`. `limit` is the model's own length limit. `max_model_len`, if above longrope's
+    original length, chooses longrope's long form; `max_model_len` the attribute is the limit that
+    remains. Raises `ModelError` if the model cannot be run exactly.
+    """
+
+    min_rows = 1
+
+    def __init__(
+        self, model: Any, *, limit: int | None = None, max_model_len: int | None = None
+    ) -> None:
+        self._model = model
+        self._text_config = model.config.get_text_config(decoder=True)
+        self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        for config in (model.config, self._text_config):
+            config.return_dict = True
+            config.output_attentions = config.output_hidden_states = False
+            # Else each pass looks for it, to advise a mask. Some configs would check the type.
+            object.__setattr__(config, "pad_token_id", None)
+        probe = Probe(type(model).__name__, self._text_config, self._run, model.device)
+        self.max_model_len = self._fix_rope(limit, max_model_len, probe)
+        with torch.inference_mode():
+            self._set_attention(PROBED, probe)
+            findings = probe.inspect(self.max_model_len)
+            self._windows = findings.windows
+            self.kv_layout = findings.kv_layout
+            self.vocab_size = findings.vocab_size
+            computed = compute_dtype(model.dtype, model.device)
+            self.attention_rules = AttentionRules(
+                compute_dtype=computed if computed != model.dtype else None
+            )
+            self._set_attention(PAGED, probe)
+            probe.check_pieces(self.kv_layout, self._paged, self.attention_rules, model.dtype)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [num_tokens]
+        output_rows: torch.Tensor,  # [num_output_rows], indices into the rows
+        cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Return logits [num_output_rows, vocab_size]."""
+        return self._run(input_ids, metadata.positions, output_rows, self._paged(cache, metadata))
+
+    def _paged(self, cache: KVCache, metadata: AttentionMetadata) -> PagedAttention:
+        return PagedAttention(cache, metadata, self._windows)
+
+    def _run(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        output_rows: torch.Tensor,
+        attention: Attention,
+    ) -> torch.Tensor:
+        # Through the causal LM, not its base model and head: caps and scales of logits are there.
+        rows = {"logits_to_keep": output_rows} if self._takes_rows else {}
+        output = self._model(
+            input_ids=input_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            paged=attention,
+            **rows,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits if self._takes_rows else logits.index_select(0, output_rows)
+
+    def _set_attention(self, name: str, probe: Probe) -> None:
+        self._model.set_attn_implementation(name)
+        if self._text_config._attn_implementation != name:
+            raise probe.refusal("transformers does not replace its attention")
+
+    def _fix_rope(self, limit: int | None, max_model_len: int | None, probe: Probe) -> int | None:
+        """Make rotary frequencies a function of the position alone; returns the model's limit.
+
+        "dynamic" ones depend on the longest text of the batch, and are refused. Longrope has a
+        short and a long form, and transformers takes one by the longest text of the batch. Here
+        the form is fixed: the short one, which transformers takes up to the original length, and
+        that length is the limit; or the long one for every text, if `max_model_len` is above it.
+        """
+        for module in self._model.modules():
+            types = getattr(module, "rope_type", None)
+            by_layer_type = types if isinstance(types, dict) else {None: types}
+            for layer_type, rope_type in by_layer_type.items():
+                if rope_type is not None and "dynamic" in rope_type:
+                    raise probe.refusal(
+                        f"with rope type {rope_type!r} a row's logits depend on the other texts "
+                        "of its batch"
+                    )
+                if rope_type == "longrope":
+                    original, is_long = _fix_longrope(module, layer_type, max_model_len)
+                    limit = limit if is_long else min(limit or original, original)
+        return limit
+
+
+def private_copy(model: Any) -> Any:
+    """Return a copy of a model that shares its weights and nothing else.
+
+    Modules, config and small buffers are new: the copy's attention and rope can be replaced, and
+    a later `model.to(...)` or `model.train()` does not reach it. Weights changed in place do.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        plain = type(parameter) is torch.nn.Parameter
+        memo[id(parameter)] = (
+            torch.nn.Parameter(parameter.detach(), requires_grad=False) if plain else parameter
+        )
+    kept = model.state_dict(keep_vars=True)
+    memo.update((id(buffer), buffer) for name, buffer in model.named_buffers() if name in kept)
+    try:
+        return copy.deepcopy(model, memo).eval()
+    except Exception as error:
+        raise ModelError(
+            f"the {type(model).__name__} object cannot be copied ({one_line(error)}), and foresay "
+            "does not change a model that is not its own; save it and give the folder"
+        ) from error
+
+
+def _fix_longrope(
+    module: Any, layer_type: str | None, max_model_len: int | None
+) -> tuple[int, bool]:
+    """Make both forms of a longrope module the same; returns the original length, and if long."""
+    config = module.config
+    rope = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    original = int(rope["original_max_position_embeddings"])
+    is_long = max_model_len is not None and max_model_len > original
+    chosen, other = ("long", "short") if is_long else ("short", "long")
+    for what in ("factor", "mscale"):
+        if f"{chosen}_{what}" in rope:
+            rope[f"{other}_{what}"] = rope[f"{chosen}_{what}"]
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    by_type = {} if layer_type is None else {"layer_type": layer_type}
+    device = getattr(module, f"{prefix}inv_freq").device
+    frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](config, device, **by_type)
+    for name in ("inv_freq", "original_inv_freq", "long_inv_freq"):
+        setattr(module, f"{prefix}{name}", frequencies.clone())
+    return original, is_long

@@ -1,0 +1,55 @@
+"""The ngram plugin's face: its settings, its spec and its hook. Imports no torch.
+
+The proposer itself is imported when an engine builds it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field, field_validator, model_validator
+
+from foresay import hookimpl
+from foresay.core.proposer import Proposer, ProposerConfig, ProposerSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class NgramConfig(ProposerConfig):
+    """Settings of the ngram proposer; the README says how their defaults were measured."""
+
+    prompt_lookup_min: int = Field(
+        default=1, ge=1, description="Fewest tokens at the end of the history that must match."
+    )
+    prompt_lookup_max: int = Field(
+        default=5, ge=1, description="Most tokens at the end of the history that are compared."
+    )
+
+    @field_validator("drafter")
+    @classmethod
+    def _no_weights(cls, value: str | None) -> str | None:
+        if value is not None:
+            raise ValueError("ngram drafts from the request's own history and loads no drafter")
+        return value
+
+    @model_validator(mode="after")
+    def _ordered(self) -> NgramConfig:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min={self.prompt_lookup_min} must not exceed "
+                f"prompt_lookup_max={self.prompt_lookup_max}"
+            )
+        return self
+
+
+def _build(config: NgramConfig) -> Proposer:
+    from foresay_ngram.proposer import NgramProposer
+
+    return NgramProposer(config)
+
+
+@hookimpl
+def foresay_register_proposers() -> Iterable[ProposerSpec]:
+    """Offer the proposer `ngram`."""
+    return [ProposerSpec(name="ngram", config_type=NgramConfig, build=_build)]

@@ -1,0 +1,117 @@
+"""An incremental index of one token history: where did its last few tokens occur before?
+
+It knows token ids only: nothing of requests, drafts to verify, or models.
+
+The index is a trie of contexts, read from right to left: a node stands for the last d tokens at
+some place, its children for the same d tokens and one more to the left. Each node keeps the end
+of its most recent occurrence. It is grown lazily: a context has children only once it occurred
+twice. Most contexts of more than two tokens occur once, so this needs one or two nodes a token
+where a table of all n-grams needs one a token and length; what a context that occurred once
+would have said about longer ones is still there, in the history itself.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+_TOKEN_BITS = 32
+
+
+class SuffixIndex:
+    """The most recent earlier occurrence of the history's longest suffix that has one.
+
+    Only suffixes of `shortest` to `longest` tokens count. Occurrences may overlap the suffix.
+    `extend` costs at most three hash-table operations per new token and length, however long
+    the history is.
+    """
+
+    __slots__ = (
+        "_children",
+        "_last_end",
+        "_longest",
+        "_match_end",
+        "_repeated",
+        "_roots",
+        "_shortest",
+        "_tokens",
+        "_window",
+        "_window_mask",
+    )
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._shortest = shortest
+        self._longest = longest
+        self._tokens = array("I")  # the history
+        self._roots: dict[int, int] = {}  # the last `shortest` tokens, packed -> node
+        self._children: dict[int, int] = {}  # node and the next token to the left, packed -> node
+        self._last_end = array("I")  # node -> end of its most recent occurrence
+        self._repeated = bytearray()  # node -> 1 if it occurred more than once: it has children
+        self._match_end = 0  # of the history's longest suffix; 0: it has no earlier occurrence
+        self._window = 0  # the last `shortest` tokens, packed
+        self._window_mask = (1 << _TOKEN_BITS * shortest) - 1
+
+    def __len__(self) -> int:
+        """Return the number of tokens in the history."""
+        return len(self._tokens)
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Append tokens to the history."""
+        for token in token_ids:
+            self._append(token)
+
+    def continuation(self, k: int) -> list[int]:
+        """Return the `k` tokens that followed the match; none if nothing matches.
+
+        Where they run off the end of the history they go on with themselves: what follows
+        `a b a b` is `a b a b a ...`.
+        """
+        if not self._match_end:
+            return []
+        draft = self._tokens[self._match_end : self._match_end + k].tolist()
+        period = len(self._tokens) - self._match_end
+        while len(draft) < k:
+            draft.append(draft[-period])
+        return draft
+
+    def _append(self, token: int) -> None:
+        tokens, last_end, repeated = self._tokens, self._last_end, self._repeated
+        tokens.append(token)
+        end = len(tokens)
+        self._window = (self._window << _TOKEN_BITS | token) & self._window_mask
+        self._match_end = 0
+        depth = self._shortest
+        if end < depth:
+            return
+        node = self._roots.get(self._window)
+        if node is None:
+            self._roots[self._window] = self._add_node(end)
+            return
+        # Walk from the shortest suffix to the longest known one, leaving `end` at every node: the
+        # match is found and the new occurrence recorded in one pass.
+        children = self._children
+        while True:
+            previous = self._match_end = last_end[node]
+            last_end[node] = end
+            if depth == self._longest:
+                return
+            if not repeated[node]:
+                # The second occurrence: give the first one the child it was spared so far.
+                repeated[node] = 1
+                if previous > depth:
+                    left = tokens[previous - depth - 1]
+                    children[node << _TOKEN_BITS | left] = self._add_node(previous)
+            if end == depth:  # the whole history: there is nothing to the left
+                return
+            key = node << _TOKEN_BITS | tokens[end - depth - 1]
+            child = children.get(key)
+            if child is None:
+                children[key] = self._add_node(end)
+                return
+            node = child
+            depth += 1
+
+    def _add_node(self, end: int) -> int:
+        self._last_end.append(end)
+        self._repeated.append(0)
+        return len(self._repeated) - 1

@@ -1,0 +1,238 @@
+"""An LLM without a model: a worker that answers from a script, and a tokenizer of characters.
+
+The worker keeps its own copies of requests from the messages alone and fails on any that does not
+fit, so a test on top of it also checks what the engine tells the worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import foresay
+from foresay import SamplingParams
+from foresay.core.engine import LLM, Engine, RequestOutput
+from foresay.core.messages import (
+    DraftTokenIds,
+    ModelRunnerOutput,
+    NewRequest,
+    SamplingData,
+    SchedulerOutput,
+)
+from foresay.core.plugins import PluginManager
+from foresay.core.runner import Runner
+from foresay.core.stats import StepStats
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+EOS, BOS = 0, 1
+VOCAB_SIZE = 300
+FAILING = "fail"  # a prompt that ends on a "non-finite row" instead of its fourth token
+
+
+class CharTokenizer:
+    """A token is a character; BOS is put before text, EOS has no text."""
+
+    all_special_ids = (EOS, BOS)
+    chat_template: str | None = "{{ simple }}"
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [BOS, *map(ord, text)]}
+
+    def decode(self, token_ids: Sequence[int], **options: Any) -> str:
+        assert options["skip_special_tokens"]
+        return "".join(chr(token_id) for token_id in token_ids if token_id not in (EOS, BOS))
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
+        assert options["add_generation_prompt"]
+        if messages[-1]["role"] != "user":
+            raise ValueError("the last message must be the user's")
+        turns = "".join(f"{message['role']}:{message['content']};" for message in messages)
+        return [BOS, *map(ord, turns + "assistant:")]
+
+
+def text_of(prompt: Sequence[int]) -> str:
+    return CharTokenizer().decode(prompt, skip_special_tokens=True)
+
+
+class FakeRunner:
+    """Answers a prompt with `answer(prompt text)` and EOS; drafts that, wrong where it is told.
+
+    Output position j of a request is drafted wrongly if `wrong(j)`.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[str], str],
+        *,
+        k: int = 0,
+        wrong: Callable[[int], bool] = lambda position: False,
+        max_model_len: int = 200,
+        num_blocks: int = 200,
+        tokenizer: CharTokenizer | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.eos_token_ids = frozenset([EOS])
+        self.vocab_size = VOCAB_SIZE
+        self.max_model_len = max_model_len
+        self.num_blocks = num_blocks
+        self.num_speculative_tokens = k
+        self.max_context = None
+        self.proposer_name = "script" if k else None
+        self.row_invariant = True
+        self.summary = "a fake model"
+        self.answer = answer
+        self.wrong = wrong
+        self.log: list[str] = []
+        self.sampling: dict[str, SamplingData] = {}
+        self.token_ids: dict[str, list[int]] = {}  # of the requests the worker holds
+        self.before_execute: Callable[[SchedulerOutput], None] = lambda step: None
+        self.before_draft: Callable[[], None] = lambda: None
+        self.faults: dict[str, int] = {}
+        self._prompt_lengths: dict[str, int] = {}
+        self._num_computed: dict[str, int] = {}
+        self._step: SchedulerOutput | None = None
+
+    def next_token(self, req_id: str, num_output_tokens: int) -> int:
+        answer = self.answer(text_of(self.token_ids[req_id][: self._prompt_lengths[req_id]]))
+        return ord(answer[num_output_tokens]) if num_output_tokens < len(answer) else EOS
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        self.log.append("execute")
+        for req_id in (*step.finished_req_ids, *step.preempted_req_ids):
+            self._forget(req_id)
+        for request in step.new_requests:
+            self._take(request)
+        self.before_execute(step)
+        self._step = step
+        sampled: dict[str, list[int]] = {}
+        failed: dict[str, str] = {}
+        for req_id, num_scheduled in step.num_scheduled_tokens.items():
+            drafts = step.scheduled_spec_decode_tokens.get(req_id, [])
+            token_ids = self.token_ids[req_id]
+            num_computed = self._num_computed[req_id]
+            num_left = len(token_ids) + len(drafts) - num_computed - num_scheduled
+            assert (num_left == 0) == (step.num_output_rows[req_id] == 1 + len(drafts))
+            self._num_computed[req_id] += num_scheduled
+            if num_left:
+                continue
+            num_output = len(token_ids) - self._prompt_lengths[req_id]
+            is_failing = text_of(token_ids[: self._prompt_lengths[req_id]]) == FAILING
+            if is_failing and num_output + len(drafts) >= 3:
+                failed[req_id] = "a row is not finite"
+                continue
+            tokens = [self.next_token(req_id, num_output)]
+            for position, draft in enumerate(drafts):
+                if draft != tokens[-1]:
+                    break
+                tokens.append(self.next_token(req_id, num_output + position + 1))
+            self._num_computed[req_id] -= len(drafts) - (len(tokens) - 1)
+            token_ids += tokens
+            sampled[req_id] = tokens
+        return ModelRunnerOutput(step.step_id, sampled, failed)
+
+    def draft(self, finished_req_ids: Sequence[str]) -> DraftTokenIds | None:
+        self.log.append("draft")
+        self.before_draft()
+        for req_id in finished_req_ids:
+            self._forget(req_id)
+        step, self._step = self._step, None
+        assert step is not None
+        drafts: dict[str, list[int]] = {}
+        for req_id, k in step.num_draft_tokens.items():
+            if req_id in self.token_ids:
+                start = len(self.token_ids[req_id]) - self._prompt_lengths[req_id]
+                drafts[req_id] = [
+                    2 if self.wrong(position) else self.next_token(req_id, position)
+                    for position in range(start, start + k)
+                ]
+        if not drafts:
+            return None
+        lengths = {req_id: len(self.token_ids[req_id]) for req_id in drafts}
+        return DraftTokenIds(drafts, lengths, dict(self.faults))
+
+    def _take(self, request: NewRequest) -> None:
+        assert request.req_id not in self.token_ids
+        self.token_ids[request.req_id] = list(request.token_ids)
+        self._prompt_lengths[request.req_id] = request.num_prompt_tokens
+        self._num_computed[request.req_id] = request.num_computed_tokens
+        self.sampling[request.req_id] = request.sampling
+
+    def _forget(self, req_id: str) -> None:
+        self.token_ids.pop(req_id, None)
+
+
+class FakeLLM(LLM):
+    """An LLM around a `FakeRunner`; plugins given here are observed, installed ones too."""
+
+    def __init__(self, runner: FakeRunner, *plugins: object, **settings: Any) -> None:
+        self.runner = runner
+        self.given_plugins = plugins
+        settings.setdefault("block_size", 4)
+        super().__init__("fake", None, **settings)
+
+    def _build_runner(self, plugins: PluginManager, *loaded: Any) -> Runner:
+        for index, plugin in enumerate(self.given_plugins):
+            plugins.register(plugin, f"given{index}")
+        return self.runner
+
+    @property
+    def engine(self) -> Engine:
+        return self._running_engine()
+
+    def check_empty(self) -> None:
+        """Fail unless nothing of any request is left, here or in the worker."""
+        scheduler = self.engine._scheduler
+        scheduler.check_integrity()
+        assert not scheduler.has_unfinished_requests()
+        assert not scheduler.has_pending_messages()
+        assert scheduler.blocks.num_free_blocks == self.runner.num_blocks
+        assert self.runner.token_ids == {}
+
+
+def fake_llm(
+    answer: str | Callable[[str], str] = "abcdefgh",
+    *plugins: object,
+    tokenizer: CharTokenizer | None = None,
+    has_tokenizer: bool = True,
+    k: int = 0,
+    wrong: Callable[[int], bool] = lambda position: False,
+    max_model_len: int = 200,
+    num_blocks: int = 200,
+    **settings: Any,
+) -> FakeLLM:
+    reply = answer if callable(answer) else lambda prompt: answer
+    if tokenizer is None and has_tokenizer:
+        tokenizer = CharTokenizer()
+    runner = FakeRunner(
+        reply,
+        k=k,
+        wrong=wrong,
+        max_model_len=max_model_len,
+        num_blocks=num_blocks,
+        tokenizer=tokenizer,
+    )
+    return FakeLLM(runner, *plugins, **settings)
+
+
+def params(max_tokens: int = 100, **values: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, **values)
+
+
+def ids(text: str) -> list[int]:
+    return [ord(character) for character in text]
+
+
+def observer(
+    on_step: Callable[[StepStats], None] = lambda stats: None,
+    on_request: Callable[[RequestOutput], object] = lambda output: None,
+) -> object:
+    class Observer:
+        @foresay.hookimpl
+        def foresay_step_end(self, stats: StepStats) -> None:
+            on_step(stats)
+
+        @foresay.hookimpl
+        def foresay_request_end(self, output: RequestOutput) -> None:
+            on_request(output)
+
+    return Observer()
