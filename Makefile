@@ -2,7 +2,7 @@
 #
 # VENV=DIR         the environment (.venv)
 # PYTHON=python3   the interpreter it is made with: 3.11 or 3.12
-# TORCH_INDEX=URL  where to take torch from, e.g. https://download.pytorch.org/whl/cpu; else pip's own index
+# TORCH_INDEX=URL  where to take torch from, e.g. an index of CPU builds; else pip's own index
 # ARGS="..."       more arguments for pytest or for `make run`
 
 VENV ?= .venv
@@ -39,7 +39,7 @@ $(STAMP): $(PROJECTS) constraints-cpu.txt
 	@touch $@
 
 run: install
-	@$(BIN)/python -m foresay.core.commands.showcase $(ARGS)
+	@$(BIN)/foresay showcase $(ARGS)
 
 test: install
 	$(BIN)/python -m pytest $(ARGS)

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from foresay import __version__
-from foresay.core.commands import models, plugins
+from foresay.core.commands import models, plugins, run, showcase
 from foresay.core.errors import ForesayError
 from foresay.core.plugins import PluginManager
 
@@ -32,6 +32,8 @@ def build_app(manager: PluginManager) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback(invoke_without_command=True)(_foresay)
+    app.command("run")(run.run)
+    app.command("showcase")(showcase.showcase)
     app.command("plugins")(plugins.plugins)
     app.command("models")(models.models)
     manager.register_commands(app)

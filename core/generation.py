@@ -39,6 +39,7 @@ class Generation:
             request_id=self.request_id,
             text=self.text.take() if self.text is not None else "",
             token_ids=new_token_ids,
+            stats=self.stats,
             finish_reason=self.output.outputs[0].finish_reason if self.output else None,
             output=self.output,
         )

@@ -41,12 +41,14 @@ class RequestOutput:
 class StreamChunk:
     """What came since the last chunk.
 
-    `text` may be "" while a character or a possible stop string is incomplete. The last chunk has a
-    `finish_reason`, and the whole result in `output`.
+    `text` may be "" while a character or a possible stop string is incomplete. `stats` are the
+    request's figures; they go on growing with it. The last chunk has a `finish_reason`, and the
+    whole result in `output`.
     """
 
     request_id: str
     text: str
     token_ids: list[int]
+    stats: RequestStats
     finish_reason: FinishReason | None = None
     output: RequestOutput | None = None

@@ -195,7 +195,7 @@ def test_a_shared_block_stays_until_its_last_owner_frees_it() -> None:
 
 
 def test_worthless_blocks_are_taken_before_the_least_recently_freed_prefix() -> None:
-    blocks = make_manager(num_blocks=5, block_size=4)
+    blocks = make_manager(num_blocks=6, block_size=4)
     old, new = make_request(range(8), "old"), make_request(range(10, 18), "new")
     for request in (old, new):
         admit(blocks, request)
@@ -203,11 +203,15 @@ def test_worthless_blocks_are_taken_before_the_least_recently_freed_prefix() -> 
     old_ids, new_ids = old.block_ids, new.block_ids
     blocks.free(old)
     blocks.free(new)
-    # Free: one that never held anything, then the old text's blocks, last block first, then the
-    # new text's.
-    taken = make_request(range(30, 50), "taken")
-    assert blocks.allocate(taken, 20) is not None
-    assert taken.block_ids[1:] == [old_ids[1], old_ids[0], new_ids[1], new_ids[0]]
+    worthless = make_request(range(20, 28), "worthless")
+    assert blocks.allocate(worthless, 8) is not None
+    worthless_ids = worthless.block_ids
+    blocks.free(worthless)
+    taken = make_request(range(30, 54), "taken")
+    assert blocks.allocate(taken, 24) is not None
+    assert set(taken.block_ids[:2]) == set(worthless_ids)
+    # Of a text, the last block goes first.
+    assert taken.block_ids[2:] == [old_ids[1], old_ids[0], new_ids[1], new_ids[0]]
     blocks.check_integrity([taken])
 
 
@@ -243,6 +247,19 @@ def test_an_evicted_prefix_does_not_hit_and_can_be_cached_again() -> None:
     assert admit(blocks, make_request(range(9), "again")) == 8
 
 
+def test_a_request_that_gave_its_blocks_back_starts_anew() -> None:
+    blocks = make_manager(num_blocks=3, block_size=4)
+    request = make_request(range(9))
+    admit(blocks, request)
+    compute(blocks, request)
+    blocks.free(request)
+    request.num_computed_tokens = 0
+    assert blocks.allocate(request, 9) is not None  # takes all three: nothing is cached any more
+    compute(blocks, request)
+    blocks.check_integrity([request])
+    assert blocks.find_prefix(make_request(range(9))).block_ids == request.block_ids[:2]
+
+
 def test_a_prefix_computed_twice_is_cached_once_and_continued_by_both() -> None:
     blocks = make_manager(num_blocks=8, block_size=2)
     first, second = make_request([1, 2, 3, 4], "first"), make_request([1, 2, 5, 6], "second")
@@ -254,6 +271,19 @@ def test_a_prefix_computed_twice_is_cached_once_and_continued_by_both() -> None:
     blocks.check_integrity([first, second])
     hit = blocks.find_prefix(make_request([1, 2, 5, 6, 7]))
     assert hit.block_ids == [first.block_ids[0], second.block_ids[1]]
+
+
+def test_a_request_continues_the_prefix_that_it_hit() -> None:
+    blocks = make_manager(block_size=2)
+    first = make_request([1, 2, 3], "first")
+    admit(blocks, first)
+    compute(blocks, first)
+    second = make_request([1, 2, 5, 6, 7], "second")
+    assert admit(blocks, second) == 2
+    compute(blocks, second)
+    hit = blocks.find_prefix(make_request([1, 2, 5, 6, 9]))
+    assert hit.block_ids == second.block_ids[:2]
+    assert blocks.find_prefix(make_request([5, 6, 9])).block_ids == []
 
 
 def test_shrink_gives_back_what_is_beyond_the_slots() -> None:

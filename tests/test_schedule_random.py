@@ -116,6 +116,7 @@ class MirrorWorker:
         self.rng = rng
         self.memory = [NEVER_WRITTEN] * (config.num_blocks * config.block_size)
         self.held: dict[str, Held] = {}
+        self.p_wrong = rng.choice([0.0, 0.2, 0.6])
         self.counts: Counter[str] = Counter()
 
     def slot(self, held: Held, position: int) -> int:
@@ -262,7 +263,7 @@ class MirrorWorker:
                     held.sampling,
                     self.vocab_size,
                 )
-                if self.rng.random() < 0.2:
+                if self.rng.random() < self.p_wrong:
                     token_id = self.rng.randrange(self.vocab_size)
                 token_ids.append(token_id)
             lengths[req_id] = len(held.token_ids) - (self.rng.random() < 0.03)

@@ -313,6 +313,17 @@ def test_output_goes_up_to_max_model_len_and_drafts_never_beyond() -> None:
     assert request.num_tokens == 10
 
 
+def test_nothing_is_scheduled_for_the_last_position_of_max_model_len() -> None:
+    """k keeps drafts out of there; the clamp holds whatever k says."""
+    engine = Engine(max_model_len=10)
+    request = engine.add("r", 6)
+    engine.step()
+    request.spec_token_ids = [20, 21, 22]
+    scheduled = engine.scheduler.schedule()
+    assert scheduled.num_scheduled_tokens == {"r": 3}  # positions 6, 7 and 8
+    assert scheduled.scheduled_spec_decode_tokens == {"r": [20, 21]}
+
+
 # -- k
 
 
@@ -390,6 +401,13 @@ def test_drafts_for_finished_unknown_and_preempted_requests_are_dropped() -> Non
         drafts = DraftTokenIds({request.req_id: [20], "nobody": [20]}, lengths)
         engine.scheduler.update_draft_token_ids(drafts)
     assert (old.spec_token_ids, new.spec_token_ids, done.spec_token_ids) == ([20], [], [])
+
+
+def test_a_draft_for_a_request_that_waits_is_dropped() -> None:
+    engine = Engine()
+    request = engine.add("r", 1)  # lacks one token, and so would one that decodes
+    engine.draft({"r": [20]})
+    assert request.spec_token_ids == []
 
 
 def test_spec_token_ids_are_rebound_and_never_mutated() -> None:
@@ -557,6 +575,21 @@ def test_spare_blocks_are_reclaimed_before_anyone_is_preempted() -> None:
     assert old.block_ids == kept
     assert scheduled.block_table_updates["new"].num_kept == 6
     assert len(new.block_ids) == 7
+
+
+def test_a_request_that_gave_spare_blocks_and_is_preempted_all_the_same_has_no_table() -> None:
+    engine = Engine(block_size=1, num_blocks=15, max_model_len=15, num_speculative_tokens=2)
+    engine.add("old", 4)
+    engine.add("mid", 4)
+    new = engine.add("new", 2)
+    engine.step()
+    engine.draft({"new": [20, 21]})
+    engine.step()  # rejected: old and mid hold 5 slots, new 5 for its 4 tokens; all are taken
+    assert (len(new.block_ids), new.num_tokens) == (5, 4)
+    scheduled = engine.step()
+    assert scheduled.preempted_req_ids == ["new"]
+    assert list(scheduled.num_scheduled_tokens) == ["old", "mid"]
+    assert list(scheduled.block_table_updates) == ["old", "mid"]
 
 
 def test_drafts_never_cause_a_preemption() -> None:

@@ -200,6 +200,9 @@ class BlockManager:
             raise EngineError(
                 f"{len(self._cached)} cached prefixes, {len(self._key_of_block)} blocks with one"
             )
+        for prefix_id, token_ids, _ in self._cached:
+            if len(token_ids) != self.block_size or prefix_id > self._last_prefix_id:
+                raise EngineError(f"{token_ids!r} after prefix {prefix_id} is no cached block")
         for block_id in self._tainted:
             if block_id in self._key_of_block or not self._num_owners[block_id]:
                 raise EngineError(f"tainted block {block_id} is cached or free")

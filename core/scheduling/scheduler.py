@@ -329,14 +329,15 @@ class Scheduler:
             step.preempted_req_ids.append(victim.req_id)
 
     def _reclaim_spare_blocks(self, step: _Step) -> bool:
-        """Take back blocks that only rejected drafts needed; return whether there were any."""
+        """Take back blocks that only rejected drafts needed; return whether there were any.
+
+        A request that was given a block in this step has none to spare.
+        """
         num_free = self.blocks.num_free_blocks
         for request in self._queues.running:
             if len(request.block_ids) > self.blocks.num_blocks_for(request.num_tokens):
                 num_kept = self.blocks.shrink(request, request.num_tokens)
-                step.num_kept_blocks[request.req_id] = min(
-                    num_kept, step.num_kept_blocks.get(request.req_id, num_kept)
-                )
+                step.num_kept_blocks[request.req_id] = num_kept
         return self.blocks.num_free_blocks > num_free
 
     def _extend(self, request: Request, num_slots: int, step: _Step) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import safe_open
+from transformers.utils.hub import cached_file
 
 from foresay.core.errors import ConfigError, ForesayError, ModelError, nearest, one_line
 from foresay.core.worker.linear import computes_natively
@@ -171,7 +172,7 @@ def rope_parameters(text_config: Any) -> list[dict[str, Any]]:
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Keep transformers' progress bars and advice off the screen; errors are raised as ever."""
-    log = transformers.utils.logging
+    log: Any = transformers.utils.logging
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity(logging.CRITICAL)
     if bars:
@@ -207,7 +208,7 @@ def _load(
     if quantised:
         # Such weights cannot be moved afterwards.
         options["device_map"] = {"": device}
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
         source.location,
         config=config,
         dtype=chosen,
@@ -215,6 +216,7 @@ def _load(
         trust_remote_code=False,
         **options,
     )
+    model, info = loaded
     missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     check_weights(source.name, missing, unused)
     if unused:
@@ -280,7 +282,7 @@ def _find_tokenizer(source: Source) -> Any:
 
 def _cached(location: str, file: str, options: Mapping[str, Any]) -> str:
     """Return the local path of a file of a folder or a hub id; empty if it does not exist."""
-    found = transformers.utils.cached_file(
+    found = cached_file(
         location, file, _raise_exceptions_for_missing_entries=False, **options
     )
     return found or ""

@@ -24,7 +24,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _BUMPS = tuple(tuple(bump * i & _MASK for bump in _WEYL) for i in range(_ROUNDS))
-_CHUNK = 12288  # counters worked on at once: the two buffers of a chunk stay in the cache
+_CHUNK = 12288  # counters worked on at once, so that the buffers stay in the cache
 
 
 class Stream(IntEnum):
@@ -67,7 +67,7 @@ def philox_words(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
     `counter` is [..., 4] and `key` [..., 2], int64 in [0, 2**32); leading dimensions broadcast.
     """
-    shape = torch.broadcast_shapes(counter.shape[:-1], key.shape[:-1])
+    shape = (counter[..., 0] + key[..., 0]).shape
     flat_counter = counter.expand(*shape, 4).reshape(-1, 4).T  # [4, num_counters]
     flat_key = key.expand(*shape, 2).reshape(-1, 2).T  # [2, num_counters]
     return _philox(flat_counter[0::2], flat_counter[1::2], flat_key).reshape(*shape, 4)
@@ -103,7 +103,7 @@ def token_words(
     words = _philox(
         torch.stack((ids // 4, use)), torch.stack((position, sample)), torch.stack((low, high))
     )
-    return words.gather(1, (ids % 4).unsqueeze(1)).squeeze(1).split(lengths)
+    return words.gather(1, (ids % 4).unsqueeze(1)).squeeze(1).split_with_sizes(lengths)
 
 
 def exponential(word: int) -> float:
@@ -122,8 +122,8 @@ def _philox(even: torch.Tensor, odd: torch.Tensor, key: torch.Tensor) -> torch.T
     if even.shape[1] <= _CHUNK:
         return _philox_chunk(even, odd, key)
     key = key.expand(2, even.shape[1])
-    parts = zip(*(part.split(_CHUNK, dim=1) for part in (even, odd, key)), strict=True)
-    return torch.cat([_philox_chunk(*part) for part in parts])
+    cuts = [slice(start, start + _CHUNK) for start in range(0, even.shape[1], _CHUNK)]
+    return torch.cat([_philox_chunk(even[:, c], odd[:, c], key[:, c]) for c in cuts])
 
 
 def _philox_chunk(even: torch.Tensor, odd: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

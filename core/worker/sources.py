@@ -17,6 +17,7 @@ import huggingface_hub
 from foresay.core.errors import ModelError, nearest, one_line
 from foresay.core.registry import ModelAlias
 
+_hub_utils: Any = huggingface_hub.utils  # it exports more than its types say
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 # Seconds for the first contact with the hub; transformers itself retries for half a minute.
 _HUB_TIMEOUT = 5.0
@@ -89,13 +90,13 @@ def _check_gguf(name: str, path: Path) -> None:
 
 def _hub_options(name: str, tried: str) -> dict[str, Any]:
     """Return how to ask transformers for a hub id: the hub, or the local cache without it."""
-    hub = huggingface_hub.constants
+    hub, utils = huggingface_hub.constants, _hub_utils
     reason = "HF_HUB_OFFLINE is set"
     if not hub.HF_HUB_OFFLINE:
         try:
-            answer = huggingface_hub.utils.get_session().head(
+            answer = utils.get_session().head(
                 f"{hub.ENDPOINT}/{name}/resolve/main/config.json",
-                headers=huggingface_hub.utils.build_hf_headers(),
+                headers=utils.build_hf_headers(),
                 timeout=_HUB_TIMEOUT,
             )
         except Exception as error:  # noqa: BLE001  # the type depends on the hub's HTTP library

@@ -179,7 +179,8 @@ def _from_object(model: Any, dtype: str, device: str) -> _Ingredients:
         )
     check_config(model.config)
     check_class(type(model))
-    if model.get_output_embeddings() is None:
+    causal: Any = model
+    if causal.get_output_embeddings() is None:
         raise ModelError(
             f"the {kind} object has no language-modelling head: load it with AutoModelForCausalLM"
         )

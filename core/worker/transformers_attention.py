@@ -81,10 +81,12 @@ def _attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     *,
-    paged: Attention,
+    paged: Attention | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers' attention modules call; returns [1, num_tokens, num_heads, value_dim]."""
+    if paged is None:
+        raise TypeError("the model does not hand its keywords down to its attention")
     rows = paged.attend(
         AttentionCall(
             layer=getattr(module, "layer_idx", None),

@@ -1,0 +1,135 @@
+"""`foresay showcase`: three prompts, plain and with a proposer: the same text, and how much sooner.
+
+Both models are loaded once; the two take turns, prompt by prompt, so that a machine that slows
+down slows both.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from importlib import resources
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from foresay.core.commands import options
+from foresay.core.commands.table import print_table
+from foresay.core.config import SamplingParams
+from foresay.core.errors import EngineError
+from foresay.core.stats import RequestStats, show
+
+if TYPE_CHECKING:
+    from foresay.core.engine import LLM
+
+
+@dataclass(slots=True)
+class _Timed:
+    """One answer and the wall seconds it took, prefill included."""
+
+    token_ids: list[int]
+    seconds: float
+    stats: RequestStats
+
+    @property
+    def speed(self) -> float:
+        return len(self.token_ids) / self.seconds
+
+
+def showcase(
+    model: options.Model = "smollm2",
+    proposer: options.ProposerName = "ngram",
+    k: options.NumDraftTokens = None,
+    max_tokens: options.MaxTokens = 128,
+    dtype: options.Dtype = "auto",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 3,
+) -> None:
+    """Answer three prompts without and with a proposer, and compare: equal ids, and the speed."""
+    plain = options.open_llm(model, proposer="none", dtype=dtype)
+    drafting = options.open_llm(model, proposer=proposer, k=k, dtype=dtype)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    rows: list[list[str]] = []
+    all_plain: list[_Timed] = []
+    all_drafting: list[_Timed] = []
+    different: list[str] = []
+    with plain, drafting:
+        for llm in (plain, drafting):  # the first run of a kernel is slower than all others
+            llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(max_tokens=8))
+        for prompt in _prompts():
+            text = prompt["turns"][0]
+            print(f"\n--- {prompt['id']}: {text.splitlines()[0]}\n", flush=True)
+            tokens = plain.chat_prompt([{"role": "user", "content": text}])
+            rounds = []
+            for number in range(repeats):
+                rounds.append(
+                    (
+                        _answer(plain, tokens, params, shown=False),
+                        _answer(drafting, tokens, params, shown=number == 0),
+                    )
+                )
+            first, second = (_median([pair[i] for pair in rounds]) for i in (0, 1))
+            if any(a.token_ids != b.token_ids for a, b in rounds):
+                different.append(prompt["id"])
+            all_plain.append(first)
+            all_drafting.append(second)
+            rows.append(_row(prompt["id"], [first], [second], prompt["id"] not in different))
+        rows.append(_row("ALL", all_plain, all_drafting, not different))
+    print(flush=True)
+    print_table(
+        ["prompt", "tokens", "plain tokens/s", f"{proposer} tokens/s", "speedup",
+         "mean acceptance length", "tokens per step", "ids equal"],
+        rows,
+    )  # fmt: skip
+    if different:
+        raise EngineError(
+            f"the token ids differ on {', '.join(different)}: speculation changed the text, "
+            "which it never may where rows are invariant (see the line at the start)"
+        )
+
+
+def _prompts() -> list[dict[str, str]]:
+    data = resources.files("foresay.core.commands").joinpath("showcase.jsonl")
+    return [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
+
+
+def _answer(llm: LLM, tokens: list[int], params: SamplingParams, *, shown: bool) -> _Timed:
+    """Answer one prompt; the text goes to stdout as it comes if it is to be shown."""
+    start = time.perf_counter()
+    for chunk in llm.stream(tokens, params):
+        if shown:
+            sys.stdout.write(chunk.text)
+            sys.stdout.flush()
+        if chunk.output is not None:
+            seconds = time.perf_counter() - start
+            if shown:
+                print()
+            return _Timed(chunk.output.outputs[0].token_ids, seconds, chunk.output.stats)
+    raise EngineError("the stream ended without an output")
+
+
+def _median(runs: list[_Timed]) -> _Timed:
+    return sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
+
+
+def _row(name: str, plain: list[_Timed], drafting: list[_Timed], equal: bool) -> list[str]:
+    tokens = [sum(len(run.token_ids) for run in runs) for runs in (plain, drafting)]
+    seconds = [sum(run.seconds for run in runs) for runs in (plain, drafting)]
+    speeds = [n / s for n, s in zip(tokens, seconds, strict=True)]
+    pooled = RequestStats()
+    for run in drafting:
+        pooled.num_steps += run.stats.num_steps
+        pooled.num_output_tokens += run.stats.num_output_tokens
+        pooled.num_verify_steps += run.stats.num_verify_steps
+        pooled.num_verified_tokens += run.stats.num_verified_tokens
+    return [
+        name,
+        str(tokens[0]),
+        f"{speeds[0]:.1f}",
+        f"{speeds[1]:.1f}",
+        f"{speeds[1] / speeds[0]:.2f}x",
+        show(pooled.mean_acceptance_length),
+        show(pooled.tokens_per_step),
+        "yes" if equal else "NO",
+    ]

@@ -1,0 +1,100 @@
+"""Proposers that do what they should not, and the plain ones tests need. None may change a text."""
+
+from __future__ import annotations
+
+import random
+
+from foresay.core.proposer import Draft, DraftInput, ProposerConfig, TargetView
+
+
+class _Adversary:
+    """Drafts one list per request by `ids`; subclasses say which."""
+
+    def __init__(self, config: ProposerConfig) -> None:
+        self.random = random.Random(0)
+        self.vocab_size = 0
+        self.eos = 0
+
+    def load(self, target: TargetView) -> None:
+        self.vocab_size = target.vocab_size
+        eos = target.config.eos_token_id
+        self.eos = eos[0] if isinstance(eos, list) else (eos or 0)
+
+    def ids(self, k: int) -> list[int]:
+        raise NotImplementedError
+
+    def propose(self, batch: DraftInput) -> Draft:
+        return Draft([self.ids(request.k) for request in batch.requests])
+
+
+class Random(_Adversary):
+    """Uniform tokens, as many as it likes up to k."""
+
+    def ids(self, k: int) -> list[int]:
+        return [self.random.randrange(self.vocab_size) for _ in range(self.random.randint(0, k))]
+
+
+class Constant(_Adversary):
+    """One frequent token, always."""
+
+    def ids(self, k: int) -> list[int]:
+        return [28 % self.vocab_size] * k
+
+
+class AllEos(_Adversary):
+    """Wants every text to end."""
+
+    def ids(self, k: int) -> list[int]:
+        return [self.eos] * k
+
+
+class TokenZero(_Adversary):
+    """What an engine that pads with zeros would draft."""
+
+    def ids(self, k: int) -> list[int]:
+        return [0] * k
+
+
+class TooLong(_Adversary):
+    """Three times as many as wanted."""
+
+    def ids(self, k: int) -> list[int]:
+        return [self.random.randrange(self.vocab_size) for _ in range(3 * k)]
+
+
+class OutOfRange(_Adversary):
+    """Ids that are no tokens, behind one that is."""
+
+    def ids(self, k: int) -> list[int]:
+        return [5, self.vocab_size, -1][:k]
+
+
+class Empty(_Adversary):
+    """Never offers anything."""
+
+    def ids(self, k: int) -> list[int]:
+        return []
+
+
+class Raising(_Adversary):
+    """Fails every second call."""
+
+    calls = 0
+
+    def propose(self, batch: DraftInput) -> Draft:
+        self.calls += 1
+        if self.calls % 2:
+            raise RuntimeError("no draft today")
+        return Draft([[7] for _ in batch.requests])
+
+
+ADVERSARIES: dict[str, type[_Adversary]] = {
+    "random": Random,
+    "constant": Constant,
+    "all-eos": AllEos,
+    "token-zero": TokenZero,
+    "too-long": TooLong,
+    "out-of-range": OutOfRange,
+    "empty": Empty,
+    "raising": Raising,
+}
