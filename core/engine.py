@@ -100,6 +100,8 @@ class Engine:
         updates = self._scheduler.update_from_output(scheduled, output)
         self._record(updates)
         self._half_committed = []
+        self.stats.num_preemptions += len(scheduled.preempted_req_ids)
+        self.stats.num_cached_tokens += sum(r.num_computed_tokens for r in scheduled.new_requests)
         for update in updates:
             if update.finished:
                 self._finish(self._generations[update.request.req_id])

@@ -192,7 +192,7 @@ def _check_drafter(spec: DrafterSpec) -> str | None:
         if not isinstance(value, str) or not value:
             return f"drafter {spec.name!r}: {attribute} is {shown(value)}, not a name"
     length = spec.mean_acceptance_length
-    if isinstance(length, bool) or not isinstance(length, int | float) or not math.isfinite(length):
+    if not isinstance(length, int | float) or not math.isfinite(length):
         # It ranks drafters: a NaN would make the order arbitrary.
         return f"drafter {spec.name!r}: mean_acceptance_length is {shown(length)}, not a number"
     return _check_callables(spec, "drafter", "path")

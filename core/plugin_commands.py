@@ -34,7 +34,7 @@ class _Command:
             app.registered_groups.append(self.info)
 
     def names(self) -> list[str]:
-        """The names it gets on the command line; a nameless sub-app gives those of its commands."""
+        """The names it takes: one, or for a nameless sub-app those of its commands."""
         alone = typer.Typer()
         self.add_to(alone)
         return list(get_group(alone).commands)
@@ -50,14 +50,17 @@ def add_commands(app: typer.Typer, plugins: Iterable[tuple[PluginRecord, Fill]])
         except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever a plugin may raise
             record.fail("commands", f"foresay_register_commands raised {one_line(error)}")
             continue
-        for name, command in commands:
-            record.commands.append(name)
-            if name in own:
+        for command in commands:
+            record.commands += command.names()
+            taken = own.intersection(command.names())
+            for name in taken:
                 record.fail(f"command {name}", f"command {name!r} exists already in foresay itself")
-            else:
+            for name in command.names() if not taken else ():
                 offers.add(name, command, record)
-    for command in dict.fromkeys(offers.usable().values()):
-        command.add_to(app)
+    usable = offers.usable()
+    for command in dict.fromkeys(usable.values()):
+        if all(usable.get(name) is command for name in command.names()):
+            command.add_to(app)
     for name, clash in offers.clashes().items():
         _refuse(app, name, clash)
 
@@ -71,13 +74,13 @@ def _refuse(app: typer.Typer, name: str, error: str) -> None:
         raise PluginError(error)
 
 
-def _commands_of(fill: Fill) -> list[tuple[str, _Command]]:
+def _commands_of(fill: Fill) -> list[_Command]:
     scratch = typer.Typer()
     fill(scratch)
     if scratch.registered_callback is not None:
         raise ValueError("a plugin can add commands to the app, not a callback")
-    commands = [
-        *(_Command(info) for info in scratch.registered_commands),
-        *(_Command(info) for info in scratch.registered_groups),
-    ]
-    return [(name, command) for command in commands for name in command.names()]
+    commands = [_Command(info) for info in scratch.registered_commands]
+    commands += [_Command(info) for info in scratch.registered_groups]
+    for command in commands:
+        command.names()  # builds it
+    return commands

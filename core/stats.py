@@ -185,6 +185,8 @@ class RunStats(_DecodeStats):
     num_requests: int = 0  # accepted
     num_finished_requests: int = 0
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0  # positions whose KV the prefix cache held, resumptions included
+    num_preemptions: int = 0
     num_first_tokens: int = 0
     seconds_to_first_tokens: float = 0.0  # summed over `num_first_tokens` requests
     num_engine_steps: int = 0
@@ -222,6 +224,8 @@ class RunStats(_DecodeStats):
             "num_requests": self.num_requests,
             "num_finished_requests": self.num_finished_requests,
             "num_prompt_tokens": self.num_prompt_tokens,
+            "num_cached_tokens": self.num_cached_tokens,
+            "num_preemptions": self.num_preemptions,
             "num_engine_steps": self.num_engine_steps,
             "schedule_seconds": self.schedule_seconds,
             "execute_seconds": self.execute_seconds,

@@ -51,7 +51,7 @@ class CharTokenizer:
 
 
 def text_of(prompt: Sequence[int]) -> str:
-    return CharTokenizer().decode(prompt, skip_special_tokens=True)
+    return "".join(chr(token_id) for token_id in prompt if token_id not in (EOS, BOS))
 
 
 class FakeRunner:

@@ -39,7 +39,9 @@ def site(tmp_path: Path) -> Path:
 
 
 def environment(site: Path, **variables: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(site), "COLUMNS": "100", **variables}
+    """The variables of a run; stdout is buffered, whatever the tests themselves run under."""
+    fixed = {"PYTHONPATH": str(site), "PYTHONUNBUFFERED": "", "COLUMNS": "100"}
+    return {**os.environ, **fixed, **variables}
 
 
 @pytest.fixture
@@ -278,6 +280,31 @@ def test_a_command_that_cannot_be_added_fails_its_plugin_and_nothing_else(
     assert isinstance(json.loads(run("models", "--json").stdout), list)
 
 
+def test_a_nameless_group_cannot_slip_in_a_name_that_is_taken(site: Path, run: Foresay) -> None:
+    body = "[app.add_typer(group_of(*names)) for names in (('models', 'fine'), ('calm', 'quiet'))]"
+    source = COMMANDS.format(body=body) + (
+        "\n    def group_of(*names):\n"
+        "        group = typer.Typer()\n"
+        "        for name in names: group.command(name)(lambda: print('mine'))\n"
+        "        return group\n"
+    )
+    write_distribution(site, "t-nameless", source)
+    write_distribution(
+        site, "t-twin", COMMANDS.format(body="app.command('calm')(lambda: print('twin'))")
+    )
+
+    row = record(run("plugins", "--json"), "t_nameless")
+
+    assert row["commands"] == ["models", "fine", "calm", "quiet"]
+    assert str(row["error"]).startswith(
+        "command 'models' exists already in foresay itself; "
+        "command 'calm' is offered by t-nameless 1.0 and t-twin 1.0"
+    )
+    assert "mine" not in run("models").stdout
+    assert "is offered by t-nameless 1.0 and t-twin 1.0" in run("calm").stderr
+    assert "No such command 'fine'" in run("fine").stderr
+
+
 def test_two_plugins_with_one_command_name_get_it_neither(site: Path, run: Foresay) -> None:
     for name in ("twin-a", "twin-b"):
         body = f"app.command('shared')(lambda: 0); app.command('{name}')(lambda: print('{name}'))"
@@ -406,14 +433,19 @@ def test_a_reader_that_goes_away_ends_the_run_quietly(site: Path, lines: int) ->
 def test_a_module_beside_the_user_can_be_imported_but_is_no_installed_plugin(
     site: Path, run: Foresay, tmp_path: Path
 ) -> None:
-    body = "app.command('fetch')(lambda: print(__import__('beside').VALUE))"
-    write_distribution(site, "t-imports", COMMANDS.format(body=body))
+    body = "app.command('fetch')(fetch)"
+    source = COMMANDS.format(body=body) + (
+        "\n    def fetch():\n"
+        "        import beside, mailbox\n"
+        "        print(beside.VALUE, mailbox.__name__)\n"
+    )
+    write_distribution(site, "t-imports", source)
     here = tmp_path / "here"
     (here / "beside.py").write_text("VALUE = 'found'\n", encoding="utf-8")
-    (here / "typer.py").write_text("raise AssertionError('shadows typer')\n", encoding="utf-8")
+    (here / "mailbox.py").write_text("raise AssertionError('shadows')\n", encoding="utf-8")
     write_distribution(here, "stray", OFFER_PROPOSER.format(name="stray_p"))
 
-    assert run("fetch").stdout == "found\n"
+    assert run("fetch").stdout == "found mailbox\n"
     assert "stray" not in run("plugins", "--json").stdout
 
 

@@ -173,6 +173,51 @@ def test_an_open_stream_survives_another_calls_interruption(
     llm.check_empty()
 
 
+@pytest.mark.parametrize("after", range(3, 12))
+def test_a_stream_whose_commit_was_cut_short_is_aborted_with_what_it_has(
+    after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = fake_llm(ALPHABET, k=2)
+    stream = llm.stream("x", params())
+    text = next(stream).text
+    accident_in(llm, "commit", after, monkeypatch)  # the first two decode the new prompt's tail
+    with pytest.raises(Accident):
+        llm.generate("y", params())
+    chunks = list(stream)
+    assert chunks[-1].finish_reason == "abort"
+    text += "".join(chunk.text for chunk in chunks)
+    assert text == ALPHABET[: len(text)]
+    llm.check_empty()
+
+
+def test_a_stream_may_be_closed_in_the_middle_of_a_step() -> None:
+    """As the garbage collector does."""
+    llm = fake_llm(ALPHABET, k=2)
+    stream, other = llm.stream("x", params()), llm.stream("y", params())
+    text = next(stream).text
+    next(other)
+    llm.runner.before_execute = once(other.close, 2)
+    assert text + "".join(chunk.text for chunk in stream) == ALPHABET
+    assert list(other) == []
+    llm.check_empty()
+
+
+def test_everything_may_end_in_the_middle_of_a_step() -> None:
+    llm = fake_llm(ALPHABET, k=2, max_num_seqs=1)
+    stream = llm.stream("x", params())
+    assert next(stream).request_id == "0"
+
+    def end_all() -> None:
+        assert llm.abort("1")  # waits: is freed at once
+        stream.close()  # in flight: is freed with the step
+
+    llm.runner.before_execute = once(end_all, 1)
+    (output,) = llm.generate("y", params())
+    assert output.request_id == "1"
+    assert (output.outputs[0].finish_reason, output.outputs[0].text) == ("abort", "")
+    llm.check_empty()
+
+
 def test_news_of_an_interrupted_step_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker hears of a finished request though the message that said so was lost."""
     llm = fake_llm(ALPHABET, k=2)

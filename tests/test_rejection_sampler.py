@@ -375,7 +375,7 @@ def test_first_and_later_tokens_follow_the_target_whatever_is_drafted(
     ids=str,
 )
 def test_tokens_of_a_large_vocabulary_follow_the_target(law: dict[str, Any]) -> None:
-    num_requests = 1500
+    num_requests = 1000
     logits = torch.randn(4096, generator=torch.Generator().manual_seed(6)) * 2.5
     draft = int(logits.argmax())
     requests = [make_request([draft], seed=10**6 + i, **law) for i in range(num_requests)]
@@ -429,7 +429,7 @@ def follow(chain: torch.Tensor, state: int, choice: str) -> list[int]:
 def test_three_tokens_of_a_markov_chain_follow_their_joint_law(
     draft: Callable[[torch.Tensor, tuple[int, ...], int], list[int]],
 ) -> None:
-    num_requests = 1600
+    num_requests = 1200
     law = {"temperature": 0.8}
     chain = torch.randn(4, 4, generator=torch.Generator().manual_seed(8))  # [last token, next]
     steps = [probabilities(chain[state], make_sampling(**law)) for state in range(4)]

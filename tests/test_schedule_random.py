@@ -352,7 +352,7 @@ class Run:
             self.abort_any()
         if self.rng.random() < self.events.p_interrupt:
             if self.rng.random() < 0.5:
-                worker.execute(message, 0.0)
+                worker.execute(message, 0.5)
             elif self.rng.random() < 0.5:
                 worker.receive(pickle.loads(message))  # noqa: S301
             scheduler.abandon_step()

@@ -19,6 +19,7 @@ from foresay.core.messages import (
 )
 from foresay.core.scheduling.request import Request, RequestStatus
 from foresay.core.scheduling.scheduler import (
+    LOOK_AHEAD,
     PASSED_OVER_LIMIT,
     RequestUpdate,
     Scheduler,
@@ -533,16 +534,31 @@ def test_preempted_requests_resume_before_those_never_started_and_hold_them_back
     engine = Engine(block_size=1, num_blocks=12, max_model_len=12, num_speculative_tokens=0)
     engine.add("old", 5, max_tokens=4)
     engine.add("new", 5)
+    engine.step()
+    engine.step()
     engine.add("small", 1)
-    engine.step()
-    engine.step()
-    # 12 slots are taken; small finds none. Then old needs one more.
+    # 12 slots are taken, and old needs one more.
     scheduled = engine.step()
     assert scheduled.preempted_req_ids == ["new"]
     assert list(scheduled.num_scheduled_tokens) == ["old"]
-    # Five slots are free, new needs seven: nobody is let past it.
-    assert list(engine.step().num_scheduled_tokens) == ["old"]
+    # Four slots are left beside old's 8. new needs 7 with its output: nobody is let past it.
+    scheduled = engine.step()
+    assert list(scheduled.num_scheduled_tokens) == ["old"]
+    assert engine.scheduler.blocks.num_free_blocks == 12
     assert list(engine.step().num_scheduled_tokens) == ["new", "small"]
+
+
+def test_a_preempted_request_waits_for_blocks_of_all_its_output_too() -> None:
+    engine = Engine(block_size=1, num_blocks=10, max_model_len=10, num_speculative_tokens=0)
+    engine.add("old", 3)
+    new = engine.add("new", 3)
+    for _ in range(3):
+        engine.step()  # 5 slots and 6 tokens each
+    assert engine.step().preempted_req_ids == ["new"]
+    for num_free in (3, 2):  # its prompt alone would find room
+        assert list(engine.step().num_scheduled_tokens) == ["old"]
+        assert engine.scheduler.blocks.num_free_blocks == num_free
+    assert new.status is RequestStatus.PREEMPTED
 
 
 def test_room_made_by_a_preemption_is_not_for_newcomers_of_the_same_step() -> None:
@@ -659,6 +675,23 @@ def test_a_request_passed_over_a_hundred_times_stops_admission_behind_it() -> No
     assert list(engine.step().num_scheduled_tokens) == ["big", "late"]
 
 
+@pytest.mark.parametrize(("num_big", "started"), [(LOOK_AHEAD, ["small"]), (LOOK_AHEAD + 1, [])])
+def test_a_step_looks_past_a_few_requests_only(num_big: int, started: list[str]) -> None:
+    engine = Engine(
+        block_size=1,
+        num_blocks=20,
+        max_model_len=20,
+        max_num_seqs=16,
+        num_speculative_tokens=0,
+    )
+    engine.add("old", 10)
+    engine.step()
+    for count in range(num_big):
+        engine.add(f"big{count}", 15)
+    engine.add("small", 1)
+    assert [new.req_id for new in engine.step().new_requests] == started
+
+
 def test_a_prefix_hit_is_not_computed_again() -> None:
     engine = Engine(block_size=4, enable_prefix_caching=True)
     first = engine.add("first", range(10))
@@ -748,6 +781,7 @@ def test_a_finished_request_frees_its_blocks_and_is_told_with_the_next_step() ->
     scheduled = engine.schedule()
     assert scheduled.finished_req_ids == ["r"]
     assert scheduled.num_scheduled_tokens == {}
+    assert engine.update() == {}
     assert not scheduler.has_pending_messages()
     assert engine.schedule().finished_req_ids == []
 
@@ -858,12 +892,13 @@ def test_a_request_that_fails_while_it_is_aborted_still_has_its_blocks_zeroed() 
 
 def test_an_abandoned_step_is_done_again_from_the_start() -> None:
     engine = Engine()
-    engine.add("bad", 5)
+    engine.add("bad", 40)
     first = engine.add("first", 5)
     engine.step(failed={"bad": "row 0 is not finite"})
     second = engine.add("second", 6)
     aborted = engine.add("aborted", 6)
     lost = engine.schedule()
+    first_block_ids = list(first.block_ids)
     engine.scheduler.abort_request("aborted")
     engine.scheduler.abandon_step()
     engine.scheduler.check_integrity()
@@ -871,11 +906,42 @@ def test_an_abandoned_step_is_done_again_from_the_start() -> None:
     again = engine.schedule()
     assert again.finished_req_ids == ["bad", "aborted"]
     assert again.preempted_req_ids == ["first", "second"]
-    assert again.block_ids_to_zero == lost.block_ids_to_zero
+    # The worker may have zeroed none, and written anything into the blocks of the lost step.
+    assert len(lost.block_ids_to_zero) == 10
+    written = {block_id for new in lost.new_requests for block_id in new.block_ids}
+    assert set(again.block_ids_to_zero) == {
+        *lost.block_ids_to_zero,
+        *written,
+        *first_block_ids,
+    }
     assert [new.req_id for new in again.new_requests] == ["first", "second"]
     assert again.num_scheduled_tokens == {"first": 6, "second": 6}
     engine.update()
     assert (first.output_token_ids, second.output_token_ids) == ([7, 7], [7])
+
+
+class RaisingSink:
+    def append(self, token_id: int, *, may_stop: bool) -> str | None:
+        raise RuntimeError("no text today")
+
+
+def test_a_commit_that_is_cut_short_can_be_abandoned() -> None:
+    engine = Engine(enable_prefix_caching=True)
+    done = engine.add("done", 5, max_tokens=1)
+    broken = engine.add("broken", 5, text=RaisingSink())
+    later = engine.add("later", 5)
+    engine.schedule()
+    with pytest.raises(RuntimeError):
+        engine.update()
+    engine.scheduler.abandon_step()
+    engine.scheduler.check_integrity()
+    assert done.status is RequestStatus.FINISHED_LENGTH
+    assert broken.status is later.status is RequestStatus.PREEMPTED
+    assert engine.scheduler.abort_request("broken") is broken
+    again = engine.step()
+    assert again.finished_req_ids == ["done", "broken"]
+    assert again.num_scheduled_tokens == {"later": 5}
+    assert later.output_token_ids == [7]
 
 
 def test_abandoning_no_step_changes_nothing() -> None:
@@ -913,8 +979,11 @@ def test_the_outcome_of_another_step_raises() -> None:
     engine.schedule()
     with pytest.raises(EngineError, match="step 1 was given for step 2"):
         engine.scheduler.update_from_output(engine.scheduled, ModelRunnerOutput(1, {"r": [7]}))
-    with pytest.raises(EngineError, match="last one scheduled is 2"):
+    with pytest.raises(EngineError, match="in flight is 2"):
         engine.scheduler.update_from_output(first, ModelRunnerOutput(1, {"r": [7]}))
+    engine.update()
+    with pytest.raises(EngineError, match="in flight is None"):
+        engine.update()
 
 
 @pytest.mark.parametrize(

@@ -363,6 +363,33 @@ def test_a_stop_string_counts_only_where_stops_count(byte_level: PreTrainedToken
     assert (text, used, reason) == ("b ab a", 7, "b")
 
 
+def test_a_stop_string_that_did_not_count_is_released_at_once(
+    byte_level: PreTrainedTokenizerFast,
+) -> None:
+    output = OutputText(TokenDecoder(byte_level), (), ["b", "xyz"])
+    for token_id in encode(byte_level, "ab"):
+        assert output.append(token_id, may_stop=False) is None
+    assert output.take() == "ab"
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "reason"),
+    [
+        (["the", "h"], "a t", "h"),
+        (["e", "the"], "a ", "the"),
+        (["a", "a the s"], "", "a the s"),
+        (["sea", "e s"], "a th", "e s"),
+    ],
+    ids=["first-complete", "longer-of-two", "earlier-start", "across-tokens"],
+)
+def test_within_one_token_the_stop_string_that_is_complete_first_wins(
+    sentencepiece: PreTrainedTokenizerFast, stop: list[str], text: str, reason: str
+) -> None:
+    ids = sentencepiece.convert_tokens_to_ids(["▁a", "▁the", "▁sea"])
+    got = run_until_stop(sentencepiece, ids, stop, lambda index: index >= 1)
+    assert (got[0], got[2]) == (text, reason)
+
+
 def test_a_stop_string_that_began_before_stops_count_is_found(
     byte_level: PreTrainedTokenizerFast,
 ) -> None:

@@ -3,74 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import tiny_models
 import torch
 import transformers
+from paging import TOLERANCE, Pages, largest_difference, own_logits, tokens
 
 from foresay.core.errors import ModelError
-from foresay.core.worker.attention import AttentionMetadata
-from foresay.core.worker.kv_cache import KVCache
+from foresay.core.worker.attention import AttentionRules
+from foresay.core.worker.invariance import rows_are_invariant
 from foresay.core.worker.target import TargetModel, load_target
+from foresay.core.worker.transformers_model import private_copy
 
 FAMILIES = pytest.mark.parametrize("family", tiny_models.BUILDERS)
-# float32 and another order of sums; logits are of the order of 2.
-TOLERANCE = 2e-5
-
-
-class Pages:
-    """Texts in scattered blocks of one KV cache, run piece by piece."""
-
-    def __init__(self, target: TargetModel, num_texts: int, block_size: int = 4) -> None:
-        self.target = target
-        blocks_per_text = 64 // block_size
-        num_blocks = num_texts * blocks_per_text
-        self.cache = KVCache(target.kv_layout, num_blocks, block_size, target.dtype, target.device)
-        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).numpy()
-        tables = order.reshape(num_texts, blocks_per_text, 1)
-        self.slots = (tables * block_size + np.arange(block_size)).reshape(num_texts, -1)
-
-    def run(
-        self, pieces: Sequence[tuple[int, int, Sequence[int]]], rows: Sequence[int] | None = None
-    ) -> torch.Tensor:
-        """Run pieces (text, first position, token ids) in one pass; returns logits of `rows`."""
-        ids = torch.tensor([token for _, _, tokens in pieces for token in tokens])
-        spans = [(text, start, start + len(tokens)) for text, start, tokens in pieces]
-        metadata = AttentionMetadata.build(
-            [np.arange(start, end) for _, start, end in spans],
-            [self.slots[text, :end] for text, _, end in spans],
-            np.concatenate([self.slots[text, start:end] for text, start, end in spans]),
-            self.cache.null_slot,
-            self.target.attention_rules,
-            self.target.device,
-        )
-        wanted = torch.arange(len(ids)) if rows is None else torch.tensor(rows, dtype=torch.int64)
-        with torch.inference_mode():
-            return self.target.forward(ids, wanted, self.cache, metadata)
 
 
 def paged(model: Any, **settings: Any) -> TargetModel:
     return load_target(model, force_transformers=True, **settings)
-
-
-def tokens(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, tiny_models.VOCAB_SIZE, (length,), generator=generator).tolist()
-
-
-def own_logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
-    """The model's own logits of a whole text; [len(ids), vocab_size]."""
-    with torch.inference_mode():
-        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-
-
-def largest_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    assert logits.shape == expected.shape
-    return float((logits - expected).abs().max())
 
 
 @FAMILIES
@@ -172,9 +123,11 @@ def test_moving_a_model_object_later_does_not_reach_the_target() -> None:
 
 def test_a_model_object_and_its_copy_share_their_weights() -> None:
     model = tiny_models.gpt2()
-    pages = Pages(paged(model), num_texts=1)
-    shared = pages.target.decoder._model.transformer.h[0].mlp.c_fc.weight
-    assert shared.data_ptr() == model.transformer.h[0].mlp.c_fc.weight.data_ptr()
+    copied = private_copy(model)
+    pairs = list(zip(model.parameters(), copied.parameters(), strict=True))
+    assert len(pairs) > 20
+    assert all(one.data_ptr() == other.data_ptr() for one, other in pairs)
+    assert copied.lm_head.weight is copied.transformer.wte.weight  # tied, as in the model
 
 
 def test_longrope_keeps_its_short_form_up_to_its_original_length() -> None:
@@ -395,3 +348,49 @@ def test_a_window_is_taken_from_the_mask_even_if_the_layer_does_not_say_it() -> 
     for layer in model.model.layers:
         layer.self_attn.config = _Windowless(model.config)
     assert largest_difference(Pages(paged(model), 1).run([(0, 0, text)]), expected) <= TOLERANCE
+
+
+# Without experts: their products are one call for all rows of an expert, however many there are.
+PLAIN = [f for f in tiny_models.BUILDERS if f not in ("mixtral", "deepseek_v3", "gpt_oss")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", PLAIN)
+def test_rows_have_the_same_bits_in_every_batch(family: str, dtype: torch.dtype) -> None:
+    model = tiny_models.BUILDERS[family]().to(dtype)
+    assert rows_are_invariant(paged(model), tiny_models.MAX_POSITIONS)
+
+
+def test_rows_may_differ_in_their_bits_if_that_is_not_asked_for() -> None:
+    target = paged(tiny_models.gpt2(), row_invariant=False)
+    assert target.attention_rules == AttentionRules()
+
+
+class _Weighing(torch.nn.Module):
+    """A module that looks at the weight of the linear layer inside it, as some models do."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.linear.weight, self.linear.bias)
+
+
+def test_a_model_that_reads_the_weights_of_its_layers_keeps_them() -> None:
+    model = tiny_models.gpt_neox()
+    mlp = model.gpt_neox.layers[1].mlp
+    mlp.dense_4h_to_h = _Weighing(mlp.dense_4h_to_h)
+    text = tokens(20, 14)
+    rows = Pages(paged(model), 1).run([(0, 0, text)])
+    assert largest_difference(rows, own_logits(model, text)) <= TOLERANCE
+
+
+def test_a_layer_with_a_hook_is_kept() -> None:
+    model = tiny_models.gpt_neox()
+    model.gpt_neox.layers[1].mlp.dense_4h_to_h.register_forward_hook(
+        lambda module, inputs, output: output * 2
+    )
+    text = tokens(20, 15)
+    rows = Pages(paged(model), 1).run([(0, 0, text)])
+    assert largest_difference(rows, own_logits(model, text)) <= TOLERANCE

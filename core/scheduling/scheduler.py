@@ -25,9 +25,10 @@ from foresay.core.scheduling.limits import SchedulerConfig, num_draft_tokens
 from foresay.core.scheduling.queues import RequestQueues
 from foresay.core.scheduling.request import Request, RequestStatus
 
-__all__ = ["PASSED_OVER_LIMIT", "RequestUpdate", "Scheduler", "SchedulerConfig"]
+__all__ = ["LOOK_AHEAD", "PASSED_OVER_LIMIT", "RequestUpdate", "Scheduler", "SchedulerConfig"]
 
-PASSED_OVER_LIMIT = 100
+PASSED_OVER_LIMIT = 100  # times a waiting request is passed over
+LOOK_AHEAD = 8  # waiting requests that one step passes over, in search of one that fits
 
 
 @dataclass(slots=True)
@@ -207,14 +208,17 @@ class Scheduler:
 
         Returns one update for each request with output rows, failed ones included, in the step's
         order; requests aborted during the step have none. Raises `EngineError` if the worker's
-        answer does not fit the step.
+        answer does not fit the step. If this or anything else is raised on the way, the step
+        stays in flight: call `abandon_step()`.
         """
-        if scheduled.step_id != output.step_id or scheduled.step_id != self._step_id:
+        if not scheduled.num_scheduled_tokens:
+            return []
+        in_flight = self._in_flight.step_id if self._in_flight is not None else None
+        if not scheduled.step_id == output.step_id == in_flight:
             raise EngineError(
                 f"the outcome of step {output.step_id} was given for step {scheduled.step_id}; "
-                f"the last one scheduled is {self._step_id}"
+                f"in flight is {in_flight}"
             )
-        self._in_flight = None
         updates = []
         for req_id, num_rows in scheduled.num_output_rows.items():
             request = self.requests[req_id]
@@ -252,6 +256,7 @@ class Scheduler:
                     RequestUpdate(request, new_token_ids, len(drafts), num_accepted, finished)
                 )
         self._queues.drop_finished()
+        self._in_flight = None
         return updates
 
     def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:
@@ -272,20 +277,22 @@ class Scheduler:
                 request.spec_token_ids = list(token_ids[:k])
 
     def abandon_step(self) -> None:
-        """Give up the step in flight: it was interrupted, and no outcome will come.
+        """Give up the step in flight: it was interrupted, and no more of its outcome will come.
 
         How far the worker came is unknown, so every running request is preempted and will be sent
-        anew, and what the step's message told is told again.
+        anew, its blocks are zeroed, and what the step's message told is told again. If it was
+        `update_from_output` that was interrupted, a request may have some of its new tokens
+        committed and some not; those not will be computed again.
         """
         lost, self._in_flight = self._in_flight, None
         if lost is None:
             return
         for request in list(self._queues.running):
-            if request.status.is_finished:
-                self._retire(request)
-            else:
-                self._preempt(request)
+            if not request.status.is_finished:
+                self._preempt(request, tainted=True)
                 self._preempted_req_ids.append(request.req_id)
+            elif request.block_ids:
+                self._retire(request, tainted=True)
         self._queues.drop_finished()
         self._finished_req_ids[:0] = lost.finished_req_ids
         self._preempted_req_ids[:0] = lost.preempted_req_ids
@@ -390,21 +397,22 @@ class Scheduler:
         """
         queues = self._queues
         while queues.preempted:
-            if not self._start(queues.preempted[0], step):
+            if not step.budget or not self._start(queues.preempted[0], step):
                 return
         passed_over: list[Request] = []
-        # Looking further down a long queue costs more than it finds.
         for request in list(islice(queues.waiting.values(), self.config.max_num_seqs)):
             if len(queues.running) >= self.config.max_num_seqs or not step.budget:
                 return
             if self._start(request, step):
                 for other in passed_over:
                     other.num_times_passed_over += 1
-            elif self.blocks.num_free_blocks:
-                passed_over.append(request)
             else:
-                return
-            if any(other.num_times_passed_over >= PASSED_OVER_LIMIT for other in passed_over):
+                passed_over.append(request)
+            if (
+                not self.blocks.num_free_blocks
+                or len(passed_over) > LOOK_AHEAD
+                or any(other.num_times_passed_over >= PASSED_OVER_LIMIT for other in passed_over)
+            ):
                 return
 
     def _start(self, request: Request, step: _Step) -> bool:
@@ -413,8 +421,6 @@ class Scheduler:
         All at once, though the first chunk may need few: half of a prompt in the pool helps
         nobody, and would be preempted for the other half.
         """
-        if len(self._queues.running) >= self.config.max_num_seqs or not step.budget:
-            return False
         prefix = self.blocks.find_prefix(request)
         if self.blocks.allocate(request, request.num_tokens, prefix) is None:
             return False
@@ -433,9 +439,9 @@ class Scheduler:
         self._schedule_tokens(request, step)
         return True
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, *, tainted: bool = False) -> None:
         """Let `request` wait for its recomputation. The caller tells the worker."""
-        self.blocks.free(request)
+        self.blocks.free(request, tainted=tainted)
         self._queues.preempt(request)
 
     # -- Parts of the rest ------------------------------------------------------------------------

@@ -5,12 +5,14 @@ What a proposer needs is checked against the model's config before any weight is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from foresay.core.config import EngineConfig, SpeculativeConfig, build_settings
 from foresay.core.errors import ConfigError, ForesayError, PluginError, nearest, one_line
+from foresay.core.offers import shown
 from foresay.core.plugins import PluginManager
 from foresay.core.proposer import Needs, Proposer, ProposerConfig, ProposerSpec, TargetView
 from foresay.core.worker.invariance import rows_are_invariant
@@ -59,12 +61,13 @@ def build_runner(
     None for `config.speculative.proposer`. Raises `ConfigError`, `ModelError`, `PluginError`.
     """
     choice = _choose(config, plugins, model, proposer_type)
-    needs = Needs()
+    needs, num_draft_tokens = Needs(), 0
 
     def check(target_config: Any) -> None:
-        nonlocal needs
+        nonlocal needs, num_draft_tokens
         if choice is not None:
             needs = _checked_needs(choice, target_config)
+            num_draft_tokens = _num_draft_tokens(choice, needs)
 
     target = load_target(
         config.model if model is None else model,
@@ -93,10 +96,8 @@ def build_runner(
     cache = KVCache(
         target.kv_layout, pool.num_blocks, config.block_size, target.dtype, target.device
     )
-    num_draft_tokens = 0
     proposer = None
     if choice is not None:
-        num_draft_tokens = _num_draft_tokens(choice, needs)
         proposer = _build_proposer(choice, target, pool.max_model_len, strict=config.strict)
     size = pool.num_blocks * block_bytes(target.kv_layout, config.block_size, target.dtype)
     summary = (
@@ -125,7 +126,7 @@ def _choose(
     name: str | type[Any] | None = proposer_type or speculative.proposer
     drafter, why = speculative.drafter, ""
     if name == "auto":
-        folder = plugins.locate_model(config.model) if model is None else None
+        folder = plugins.locate_model(config.model) or Path(config.model)
         automatic = plugins.automatic_proposer(config.model, folder)
         if automatic is None:
             name = None
@@ -161,7 +162,7 @@ def _proposer_config(
     values: dict[str, Any] = dict(speculative.proposer_settings)
     shared = {
         "num_speculative_tokens": speculative.num_speculative_tokens,
-        "drafter": _drafter_path(spec, plugins, drafter),
+        "drafter": drafter,
     }
     for key, value in shared.items():
         if value is None:
@@ -172,21 +173,33 @@ def _proposer_config(
                 f"settings, as {values[key]!r}"
             )
         values[key] = value
+    if isinstance(values.get("drafter"), str):
+        values["drafter"] = _drafter_path(spec, plugins, values["drafter"])
     return build_settings(spec.config_type, values, f"proposer {spec.name!r}")
 
 
-def _drafter_path(spec: ProposerSpec, plugins: PluginManager, drafter: str | None) -> str | None:
-    """Return the folder of a registered drafter; anything else is taken for a path."""
-    if drafter is None:
-        return None
+def _drafter_path(spec: ProposerSpec, plugins: PluginManager, drafter: str) -> str:
+    """Return the folder of a registered drafter; anything else is a path that must exist."""
     registered = plugins.drafter(drafter)
     if registered is None:
-        return drafter
+        folder = os.path.expanduser(drafter)
+        if not os.path.exists(folder):
+            names = list(plugins.drafters)
+            raise ConfigError(
+                f"no drafter {drafter!r}: no such folder, and none of that name is registered "
+                f"(registered: {', '.join(names) or 'none'}){nearest(drafter, names)}"
+            )
+        return folder
     if registered.proposer != spec.name:
         raise ConfigError(
             f"drafter {drafter!r} is for the proposer {registered.proposer!r}, not {spec.name!r}"
         )
-    return str(registered.path())
+    try:
+        return str(registered.path())
+    except ForesayError:
+        raise
+    except Exception as error:
+        raise PluginError(f"drafter {drafter!r}: path: {one_line(error)}") from error
 
 
 def _checked_needs(choice: _Choice, target_config: Any) -> Needs:
@@ -200,6 +213,10 @@ def _checked_needs(choice: _Choice, target_config: Any) -> Needs:
         raise PluginError(
             f"proposer {name!r} ({choice.owner}): needs: {one_line(error)}"
         ) from error
+    if not isinstance(needs, Needs):
+        raise PluginError(
+            f"proposer {name!r} ({choice.owner}): needs returned {shown(needs)}, not a Needs"
+        )
     missing = [what for field, what in _UNSUPPORTED_NEEDS.items() if getattr(needs, field)]
     if missing:
         raise ConfigError(
@@ -242,9 +259,8 @@ def _build_proposer(
     )
     try:
         proposer: Proposer = choice.spec.build(choice.config)
-        load = getattr(proposer, "load", None)
-        if load is not None:
-            load(view)
+        if callable(getattr(proposer, "propose", None)) and hasattr(proposer, "load"):
+            proposer.load(view)
     except ForesayError:
         raise
     except Exception as error:
@@ -252,9 +268,9 @@ def _build_proposer(
             f"proposer {name!r} ({choice.owner}) cannot be built: {one_line(error)}"
         ) from error
     if not callable(getattr(proposer, "propose", None)):
-        methods: Mapping[str, Any] = {m: None for m in dir(proposer) if not m.startswith("_")}
+        methods = [method for method in dir(proposer) if not method.startswith("_")]
         raise PluginError(
-            f"proposer {name!r} ({choice.owner}) built {proposer!r}, which has no method "
+            f"proposer {name!r} ({choice.owner}) built {shown(proposer)}, which has no method "
             f"propose(self, batch){nearest('propose', methods)}"
         )
     return GuardedProposer(

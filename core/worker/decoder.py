@@ -8,6 +8,7 @@ rows; requests, drafts and sampling are others' business.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,8 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 # The rotary table grows by this many positions: a multiple of any vector width, so that the same
 # position is always computed in the same lane of the same kernel.
 _ROTARY_CHUNK = 4096
+# torch shares an elementwise operation on more elements than this among threads.
+_ELEMENTS_PER_THREAD = 32768
 
 
 class RotaryTable:
@@ -70,6 +73,34 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     differently in a vector loop and in its tail, and rows would no longer be equal to the bit.
     """
     return (x * cos).add_(x.roll(x.shape[-1] // 2, dims=-1).mul_(sin))
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """Return x * sigmoid(x) of `x` [num_rows, width]; a row's bits do not depend on the others.
+
+    On a CPU each thread gets an equal share of the elements, and what its vector loop leaves over
+    is computed by scalar code, whose exp may round differently. Where shares would end within a
+    row, the rows are computed in parts that split evenly.
+    """
+    if x.device.type != "cpu":
+        return F.silu(x)
+    sizes = _even_parts(*x.shape, torch.get_num_threads())
+    if len(sizes) < 2:
+        return F.silu(x)
+    return torch.cat([F.silu(part) for part in x.split(sizes)])
+
+
+@functools.lru_cache(maxsize=1024)
+def _even_parts(num_rows: int, width: int, num_threads: int) -> list[int]:
+    """Return numbers of rows, in sum `num_rows`, each shared among threads at whole rows."""
+    sizes = []
+    while num_rows:
+        size = num_rows
+        while size > 1 and size % min(num_threads, -(-size * width // _ELEMENTS_PER_THREAD)):
+            size -= 1
+        sizes.append(size)
+        num_rows -= size
+    return sizes
 
 
 class DecoderBlock:
@@ -154,7 +185,7 @@ class DecoderBlock:
         residual = residual + self.out(attended.reshape(num_tokens, -1))
         x = F.rms_norm(residual, (hidden_size,), self.mlp_norm, self.eps)
         gate, up = self.gate_up(x).split(self.intermediate_size, dim=-1)
-        return residual + self.down(F.silu(gate).mul_(up))
+        return residual + self.down(silu(gate).mul_(up))
 
 
 class FastDecoder:
@@ -184,7 +215,7 @@ class FastDecoder:
         self.norm = causal.model.norm.weight.detach().to(device, dtype).clone()
         head = causal.lm_head
         self.lm_head = Linear(head.weight.detach().to(device, dtype), head.bias, dtype, pack=True)
-        rotary = causal.model.rotary_emb.to(device)
+        rotary = copy.deepcopy(causal.model.rotary_emb).to(device)  # the table goes on using it
         self.rotary = RotaryTable(rotary, dtype, device)
         # One float32 row is computed as two: do that once per step, not in every product.
         self.min_rows = self.lm_head.min_rows
@@ -245,5 +276,6 @@ def _sliding_windows(config: Any) -> list[int | None]:
     num_layers = int(config.num_hidden_layers)
     if config.model_type == "mistral":
         return [window] * num_layers
-    types = getattr(config, "layer_types", None) or ["full_attention"] * num_layers
-    return [window if kind == "sliding_attention" else None for kind in types]
+    if config.model_type == "llama":  # whatever its config says besides
+        return [None] * num_layers
+    return [window if kind == "sliding_attention" else None for kind in config.layer_types]

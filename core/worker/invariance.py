@@ -28,8 +28,9 @@ def rows_are_invariant(target: TargetModel, max_model_len: int) -> bool:
 
     The rows lie on both sides of a key block's border, as far as `max_model_len` allows.
     """
-    trial = _Trial(target.shallow(), min(max(_ENDS) + 2, max_model_len))
-    for end in sorted({min(end, max_model_len - 2) for end in _ENDS}):
+    num_positions = min(max(_ENDS) + 2, max_model_len)
+    trial = _Trial(target.shallow(), num_positions)
+    for end in sorted({max(1, min(end, max_model_len - 2)) for end in _ENDS}):
         num_rows = min(_ROWS, end)
         start = end - num_rows
         # The longest chunk first: the others find the KV it wrote, and write the same again.
@@ -41,7 +42,8 @@ def rows_are_invariant(target: TargetModel, max_model_len: int) -> bool:
                 return False
         for before, after, num_others in _SHAPES:
             first = max(0, start - before)
-            rows = trial.logits(first, end + after, num_others)[start - first :]
+            last = min(end + after, num_positions)
+            rows = trial.logits(first, last, num_others)[start - first :]
             if not torch.equal(rows[:num_rows], expected):
                 return False
     return True
@@ -56,6 +58,7 @@ class _Trial:
         self._cache = KVCache(
             target.kv_layout, 2 * num_blocks, _BLOCK_SIZE, target.dtype, target.device
         )
+        self._num_positions = num_positions
         self._others = num_blocks * _BLOCK_SIZE  # their first slot
         generator = torch.Generator().manual_seed(0)
         for layer in self._cache.layers:
@@ -76,11 +79,11 @@ class _Trial:
             slot_mapping.append(np.full(num_padding, self._cache.scratch_slot))
             ids.append(ids[0][-1:].repeat(num_padding))
         for other in range(num_others):
-            length = start + other + 1
+            length = min(start + other + 1, self._num_positions)
             positions.append(np.array([length - 1]))
-            slots.append(np.arange(self._others, self._others + min(length, self._others)))
+            slots.append(np.arange(self._others, self._others + length))
             slot_mapping.append(np.array([self._cache.scratch_slot]))
-            ids.append(self._tokens[other : other + 1])
+            ids.append(self._tokens[other % self._num_positions].view(1))
         metadata = AttentionMetadata.build(
             positions,
             slots,

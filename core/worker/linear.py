@@ -20,8 +20,10 @@ _PACK_ROWS = {torch.bfloat16: 1, torch.float32: 32}
 
 def computes_natively(dtype: torch.dtype) -> bool:
     """Whether this CPU's packed kernels take `dtype`; otherwise float32 computes in its place."""
+    if not torch.backends.mkldnn.is_available():
+        return False
     if dtype == torch.float32:
-        return bool(torch.backends.mkldnn.is_available())
+        return True
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return False

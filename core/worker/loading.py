@@ -52,7 +52,6 @@ class LoadedModel:
     """What transformers made of a source."""
 
     model: Any  # a ...ForCausalLM in evaluation mode, on its device
-    tokenizer: Any  # None: the source has none
     checkpoint: Path  # the folder or GGUF file of the weights
     note: str  # what is not obvious about the dtype; may be empty
 
@@ -106,7 +105,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def load(
     source: Source, dtype: str, device: torch.device, on_config: Callable[[Any], None]
 ) -> LoadedModel:
-    """Load model and tokenizer; refuse what is no decoder-only causal language model.
+    """Load a model; refuse what is no decoder-only causal language model.
 
     `on_config` sees the config before any weight is read, and may raise.
     """
@@ -127,7 +126,21 @@ def load_tokenizer(location: str, options: Mapping[str, Any] | None = None) -> A
                 location, trust_remote_code=False, **(options or {})
             )
     except Exception as error:
-        raise ModelError(f"cannot load the tokenizer of {location!r}: {one_line(error)}") from error
+        raise ModelError(
+            f"cannot load the tokenizer of {location!r}: {one_line(error)}; another one can be "
+            "given with tokenizer=..."
+        ) from error
+
+
+def find_tokenizer(source: Source) -> Any:
+    """Return a source's tokenizer, or None if it has none: then ids go in and come out."""
+    options = dict(source.options)
+    if source.gguf_file is not None:
+        options["gguf_file"] = source.gguf_file
+    elif not any(_cached(source.location, file, options) for file in _TOKENIZER_FILES):
+        # Asked without any file, transformers would make an empty tokenizer of the model's type.
+        return None
+    return load_tokenizer(source.location, options)
 
 
 def end_of_sequence_ids(model: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
@@ -233,8 +246,7 @@ def _load(
     checkpoint = source.folder or Path(_cached(source.location, "config.json", options)).parent
     if source.gguf_file is not None:
         checkpoint = checkpoint / source.gguf_file
-    tokenizer = _find_tokenizer(source)
-    return LoadedModel(model.eval().requires_grad_(False), tokenizer, checkpoint, note)
+    return LoadedModel(model.eval().requires_grad_(False), checkpoint, note)
 
 
 def _config_dict(source: Source) -> dict[str, Any]:
@@ -269,20 +281,10 @@ def _stored_dtype(config: Any, source: Source) -> torch.dtype:
     return torch.float32
 
 
-def _find_tokenizer(source: Source) -> Any:
-    """Return the tokenizer, or None if the source has none: then ids go in and come out."""
-    options = dict(source.options)
-    if source.gguf_file is not None:
-        options["gguf_file"] = source.gguf_file
-    elif not any(_cached(source.location, file, options) for file in _TOKENIZER_FILES):
-        # Asked without any file, transformers would make an empty tokenizer of the model's type.
-        return None
-    return load_tokenizer(source.location, options)
-
-
 def _cached(location: str, file: str, options: Mapping[str, Any]) -> str:
     """Return the local path of a file of a folder or a hub id; empty if it does not exist."""
-    found = cached_file(
-        location, file, _raise_exceptions_for_missing_entries=False, **options
-    )
+    try:
+        found = cached_file(location, file, _raise_exceptions_for_missing_entries=False, **options)
+    except OSError as error:
+        raise ModelError(f"cannot fetch {file} of {location!r}: {one_line(error)}") from error
     return found or ""

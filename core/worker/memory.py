@@ -18,6 +18,10 @@ CPU_SHARE = 0.25  # of the memory that is free once the weights are loaded
 GPU_SHARE = 0.90
 DEFAULT_MAX_MODEL_LEN = 4096  # for a model that states no limit
 
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_UNLIMITED = 1 << 62
+
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
@@ -32,9 +36,8 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
+    if _MEMINFO.exists():
+        for line in _MEMINFO.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return min(int(line.split()[1]) * 1024, _cgroup_room())
     # Elsewhere half of what is built in is a safe guess.
@@ -42,14 +45,19 @@ def free_memory(device: torch.device) -> int:
 
 
 def _cgroup_room() -> int:
-    """Return what a container's limit (cgroup v2) leaves; a huge number without one."""
-    root = Path("/sys/fs/cgroup")
+    """Return what a container's limit (cgroup v2) leaves; a huge number without one.
+
+    Files in the page cache, the weights' among them, count as used but give way when need be.
+    """
     try:
-        limit = (root / "memory.max").read_text().strip()
-        used = int((root / "memory.current").read_text())
-        return int(limit) - used if limit != "max" else 1 << 62
+        limit = int((_CGROUP / "memory.max").read_text())  # "max": none
+        used = int((_CGROUP / "memory.current").read_text())
+        lines = (_CGROUP / "memory.stat").read_text().splitlines()
+        sizes = {key: int(size) for key, size in map(str.split, lines)}
     except (OSError, ValueError):
-        return 1 << 62
+        return _UNLIMITED
+    cached = sizes.get("active_file", 0) + sizes.get("inactive_file", 0)
+    return max(0, limit - used + cached)
 
 
 def size_pool(
@@ -88,5 +96,8 @@ def size_pool(
             )
         wanted = num_blocks * block_size
     if wanted < 2:
-        raise ConfigError("there is no memory left for the KV cache of even one short request")
+        raise ConfigError(
+            f"the KV cache has room for {num_blocks} blocks of {block_size} tokens, too few for even "
+            "the shortest request: raise num_blocks, or free memory"
+        )
     return PoolSize(num_blocks, wanted)

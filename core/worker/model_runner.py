@@ -6,7 +6,7 @@ live in another process. It decides nothing: who runs, how many rows, when a tex
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -73,6 +73,8 @@ class _BlockTable:
         self._num_blocks += len(block_ids)
 
     def cut(self, num_kept: int) -> None:
+        if num_kept > self._num_blocks:
+            raise EngineError(f"{num_kept} blocks to keep of the request's {self._num_blocks}")
         self._num_blocks = num_kept
 
     def slots(self, num_positions: int) -> np.ndarray:
@@ -167,28 +169,33 @@ class ModelRunner:
         for req_id in finished_req_ids:
             self._forget(req_id)
         step, self._step = self._step, None
-        if step is None or self.proposer is None or self.proposer.dropped:
+        if self.proposer is None:
             return None
-        requests = [
+        num_wanted = step.num_draft_tokens if step is not None else {}
+        requests = [] if self.proposer.dropped else self._draft_requests(num_wanted)
+        drafts = self.proposer.propose(requests) if requests else []
+        faults = self.proposer.take_faults()  # releasing may have failed, too
+        if not requests and not faults:
+            return None
+        drafted = {r.req_id: ids for r, ids in zip(requests, drafts, strict=True) if ids}
+        return DraftTokenIds(
+            draft_token_ids=drafted,
+            num_tokens={req_id: len(self._states[req_id].token_ids) for req_id in drafted},
+            faults=faults,
+        )
+
+    def _draft_requests(self, num_draft_tokens: Mapping[str, int]) -> list[DraftRequest]:
+        """Return what to ask the proposer for: nothing for prompts that are not complete."""
+        return [
             DraftRequest(
                 req_id=req_id,
                 token_ids=TokenView(self._states[req_id].token_ids),
                 num_new_tokens=self._states[req_id].num_new_tokens,
                 k=k,
             )
-            for req_id, k in step.num_draft_tokens.items()
+            for req_id, k in num_draft_tokens.items()
             if req_id in self._states and self._states[req_id].num_new_tokens > 0
         ]
-        if not requests:
-            return None
-        drafts, faults = self.proposer.propose(requests)
-        return DraftTokenIds(
-            draft_token_ids={r.req_id: ids for r, ids in zip(requests, drafts, strict=True) if ids},
-            num_tokens={
-                r.req_id: len(r.token_ids) for r, ids in zip(requests, drafts, strict=True) if ids
-            },
-            faults=dict(faults),
-        )
 
     def _receive(self, step: SchedulerOutput) -> None:
         """Bring the worker's copies up to date with what the scheduler decided."""

@@ -59,6 +59,7 @@ class Findings:
     """What the trial passes found out."""
 
     kv_layout: list[LayerKV]
+    num_heads: list[int]  # query heads, by layer
     windows: list[int | None]  # by layer; None: all earlier tokens are visible
     vocab_size: int
 
@@ -97,6 +98,7 @@ class Probe:
             kv_layout=[
                 LayerKV(call.key.shape[1], call.key.shape[2], call.value.shape[2]) for call in calls
             ],
+            num_heads=[call.query.shape[1] for call in calls],
             windows=[self._window(call) for call in calls],
             vocab_size=logits.shape[-1],
         )

@@ -17,7 +17,7 @@ import huggingface_hub
 from foresay.core.errors import ModelError, nearest, one_line
 from foresay.core.registry import ModelAlias
 
-_hub_utils: Any = huggingface_hub.utils  # it exports more than its types say
+_hub: Any = huggingface_hub  # its types do not say all that it exports
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 # Seconds for the first contact with the hub; transformers itself retries for half a minute.
 _HUB_TIMEOUT = 5.0
@@ -90,22 +90,22 @@ def _check_gguf(name: str, path: Path) -> None:
 
 def _hub_options(name: str, tried: str) -> dict[str, Any]:
     """Return how to ask transformers for a hub id: the hub, or the local cache without it."""
-    hub, utils = huggingface_hub.constants, _hub_utils
+    settings = _hub.constants
     reason = "HF_HUB_OFFLINE is set"
-    if not hub.HF_HUB_OFFLINE:
+    if not settings.HF_HUB_OFFLINE:
         try:
-            answer = utils.get_session().head(
-                f"{hub.ENDPOINT}/{name}/resolve/main/config.json",
-                headers=utils.build_hf_headers(),
+            answer = _hub.utils.get_session().head(
+                f"{settings.ENDPOINT}/{name}/resolve/main/config.json",
+                headers=_hub.utils.build_hf_headers(),
                 timeout=_HUB_TIMEOUT,
             )
         except Exception as error:  # noqa: BLE001  # the type depends on the hub's HTTP library
-            reason = f"{hub.ENDPOINT} cannot be reached ({one_line(error)})"
+            reason = f"{settings.ENDPOINT} cannot be reached ({one_line(error)})"
         else:
             if answer.status_code not in (401, 403, 404):
                 return {}
             code = answer.headers.get("X-Error-Code", "no such model, or not for you")
-            raise ModelError(f"{tried}; {hub.ENDPOINT} answers {answer.status_code} ({code})")
-    if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+            raise ModelError(f"{tried}; {settings.ENDPOINT} answers {answer.status_code} ({code})")
+    if isinstance(_hub.try_to_load_from_cache(name, "config.json"), str):
         return {"local_files_only": True}
     raise ModelError(f"{tried}; {reason} and the hub's local cache does not hold it; {_ADVICE}")

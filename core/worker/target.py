@@ -26,10 +26,12 @@ from foresay.core.worker.loading import (
     choose_dtype,
     dtype_name,
     end_of_sequence_ids,
+    find_tokenizer,
     length_limit,
     load,
     load_tokenizer,
 )
+from foresay.core.worker.packed_modules import is_untouched
 from foresay.core.worker.sources import find_source
 from foresay.core.worker.suitability import check_class, check_config
 from foresay.core.worker.transformers_model import TransformersDecoder, private_copy
@@ -132,8 +134,9 @@ def load_target(
     """Load a target model.
 
     model: an alias of `aliases`, a folder, a GGUF file, an id on the Hugging Face hub, or a
-        loaded transformers model. That one is used as it is, in its dtype and on its device; the
-        weights are shared or copied, and nothing in the object is changed.
+        loaded transformers model. That one is used as it is, in its dtype and on its device, and
+        nothing in the object is changed. Its weights are shared where they need no packing: do not
+        change them in place afterwards.
     tokenizer: a tokenizer, or where to load one from; None: the model's own, if it has one.
     row_invariant: compute each row independently of its batch, as far as the kernels allow it.
     max_model_len: what the engine was asked for; it decides longrope's form.
@@ -144,19 +147,19 @@ def load_target(
     Raises `ModelError` if there is no such model or it cannot be run exactly, `ConfigError` for a
     wrong dtype or device.
     """
-    if isinstance(model, str | Path):
-        found = _from_source(str(model), dtype, device, aliases or {}, on_config)
-    else:
-        found = _from_object(model, dtype, device)
-        on_config(model.config)
     if isinstance(tokenizer, str | Path):
         tokenizer = load_tokenizer(str(tokenizer))
-    tokenizer = found.tokenizer if tokenizer is None else tokenizer
-    return _build(found, tokenizer, row_invariant, max_model_len, force_transformers)
+    if isinstance(model, str | Path):
+        found = _from_source(str(model), tokenizer, dtype, device, aliases or {}, on_config)
+    else:
+        found = _from_object(model, tokenizer, dtype, device)
+        on_config(model.config)
+    return _build(found, row_invariant, max_model_len, force_transformers)
 
 
 def _from_source(
     name: str,
+    tokenizer: Any,
     dtype: str,
     device: str,
     aliases: Mapping[str, ModelAlias],
@@ -164,13 +167,14 @@ def _from_source(
 ) -> _Ingredients:
     chosen = choose_device(device)
     choose_dtype(dtype, torch.float32, chosen)  # a wrong name is an error before any download
-    loaded = load(find_source(name, aliases), dtype, chosen, on_config)
-    return _Ingredients(
-        loaded.model, loaded.tokenizer, loaded.checkpoint, loaded.note, is_ours=True
-    )
+    source = find_source(name, aliases)
+    loaded = load(source, dtype, chosen, on_config)
+    if tokenizer is None:
+        tokenizer = find_tokenizer(source)
+    return _Ingredients(loaded.model, tokenizer, loaded.checkpoint, loaded.note, is_ours=True)
 
 
-def _from_object(model: Any, dtype: str, device: str) -> _Ingredients:
+def _from_object(model: Any, tokenizer: Any, dtype: str, device: str) -> _Ingredients:
     kind = type(model).__name__
     if not isinstance(model, transformers.PreTrainedModel):
         raise ModelError(
@@ -200,12 +204,11 @@ def _from_object(model: Any, dtype: str, device: str) -> _Ingredients:
             f"dtype={dtype!r}, but the {kind} object is in {dtype_name(model.dtype)!r}: load it in "
             "that dtype or leave dtype at 'auto'"
         )
-    return _Ingredients(model, None, None, "a loaded model", is_ours=False)
+    return _Ingredients(model, tokenizer, None, "a loaded model", is_ours=False)
 
 
 def _build(
     found: _Ingredients,
-    tokenizer: Any,
     row_invariant: bool,
     max_model_len: int | None,
     force_transformers: bool,
@@ -221,7 +224,9 @@ def _build(
         how = "foresay's own decoder"
     else:
         own = model if found.is_ours else private_copy(model)
-        decoder = TransformersDecoder(own, limit=limit, max_model_len=max_model_len)
+        decoder = TransformersDecoder(
+            own, limit=limit, max_model_len=max_model_len, row_invariant=row_invariant
+        )
         limit = decoder.max_model_len
         how = "transformers' modules"
     num_embeddings = model.get_input_embeddings().num_embeddings
@@ -242,8 +247,8 @@ def _build(
         attention_rules=decoder.attention_rules,
         min_rows=decoder.min_rows,
         max_model_len=limit,
-        tokenizer=tokenizer,
-        eos_token_ids=end_of_sequence_ids(model, tokenizer, decoder.vocab_size),
+        tokenizer=found.tokenizer,
+        eos_token_ids=end_of_sequence_ids(model, found.tokenizer, decoder.vocab_size),
         checkpoint=found.checkpoint,
         is_fast=reason is None,
         description=f"{config.model_type}, {precision}, {how}",
@@ -255,7 +260,7 @@ def _why_not_fast(model: Any) -> str | None:
     """Return why the fast decoder does not run `model`, or None if it does.
 
     It reads weights only, so every module must be the plain one whose weights say everything:
-    no adapters, no quantised layers, no subclass with a forward pass of its own.
+    no adapters, no hooks, no quantised layers, no subclass with a forward pass of its own.
     """
     reason = FastDecoder.supports(model.config)
     if reason is not None:
@@ -263,6 +268,8 @@ def _why_not_fast(model: Any) -> str | None:
     if type(model).__module__.split(".")[0] != "transformers":
         return f"{type(model).__name__} is not transformers' own class"
     for name, module in model.named_modules():
+        if not is_untouched(module):
+            return f"{name!r} has hooks"
         package = type(module).__module__.split(".")[0]
         if type(module) is torch.nn.Linear or type(module) is torch.nn.Embedding:
             continue

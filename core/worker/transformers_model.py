@@ -1,8 +1,8 @@
 """Runs transformers' own modules over the paged KV cache: every model the fast decoder does not.
 
 The model's attention is replaced through transformers' `AttentionInterface`; embeddings, norms,
-MLPs and heads stay what they are. A model that would not be exact this way is refused, see
-`probe`. Its products are torch's, so rows are not bit-equal across batches.
+MLPs and heads stay what they are, but for packed weights on a CPU. A model that would not be exact
+this way is refused, see `probe`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from foresay.core.errors import ModelError, one_line
 from foresay.core.worker.attention import AttentionMetadata, AttentionRules
 from foresay.core.worker.kv_cache import KVCache
 from foresay.core.worker.linear import compute_dtype
+from foresay.core.worker.packed_modules import pack_linears
 from foresay.core.worker.probe import Probe
 from foresay.core.worker.transformers_attention import PAGED, PROBED, Attention, PagedAttention
 
@@ -34,7 +35,12 @@ class TransformersDecoder:
     min_rows = 1
 
     def __init__(
-        self, model: Any, *, limit: int | None = None, max_model_len: int | None = None
+        self,
+        model: Any,
+        *,
+        limit: int | None = None,
+        max_model_len: int | None = None,
+        row_invariant: bool = True,
     ) -> None:
         self._model = model
         self._text_config = model.config.get_text_config(decoder=True)
@@ -52,12 +58,34 @@ class TransformersDecoder:
             self._windows = findings.windows
             self.kv_layout = findings.kv_layout
             self.vocab_size = findings.vocab_size
-            computed = compute_dtype(model.dtype, model.device)
-            self.attention_rules = AttentionRules(
-                compute_dtype=computed if computed != model.dtype else None
+            heads = {
+                (number, kv.num_kv_heads, kv.head_dim)
+                for number, kv in zip(findings.num_heads, self.kv_layout, strict=True)
+            }
+            num_heads, num_kv_heads, head_dim = max(heads)
+            self.attention_rules = AttentionRules.choose(
+                model.device,
+                model.dtype,
+                compute_dtype(model.dtype, model.device),
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                row_invariant=row_invariant and len(heads) == 1,  # rules are for one shape
             )
             self._set_attention(PAGED, probe)
-            probe.check_pieces(self.kv_layout, self._paged, self.attention_rules, model.dtype)
+            self._check(probe)
+
+    def _check(self, probe: Probe) -> None:
+        """Check the model as it will run: on a CPU with packed weights, if it works with them."""
+        unpack = pack_linears(self._model) if self._model.device.type == "cpu" else None
+        arguments = (self.kv_layout, self._paged, self.attention_rules, self._model.dtype)
+        try:
+            probe.check_pieces(*arguments)
+        except ModelError:
+            if unpack is None:
+                raise
+            unpack()  # the model may read the weights of its layers itself
+            probe.check_pieces(*arguments)
 
     def forward(
         self,
@@ -123,7 +151,7 @@ def private_copy(model: Any) -> Any:
     """Return a copy of a model that shares its weights and nothing else.
 
     Modules, config and small buffers are new: the copy's attention and rope can be replaced, and
-    a later `model.to(...)` or `model.train()` does not reach it. Weights changed in place do.
+    a later `model.to(...)` or `model.train()` does not reach it.
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
