@@ -140,7 +140,9 @@ class Engine:
             self._scheduler.abandon_step()
             half_committed, self._half_committed = self._half_committed, []
             for req_id in half_committed:
-                self.abort(req_id)
+                # It may have finished in the commit, before its output was made.
+                if not self.abort(req_id) and req_id in self._generations:
+                    self._finish(self._generations[req_id])
             raise
         finally:
             self._running = False

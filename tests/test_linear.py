@@ -121,9 +121,7 @@ def test_bfloat16_rows_are_cut_into_products_of_128_where_the_cpu_has_it(
         pytest.param(torch.bfloat16, "cuda", torch.bfloat16, id="bfloat16 on a GPU"),
     ],
 )
-def test_the_dtype_of_the_products(
-    dtype: torch.dtype, device: str, expected: torch.dtype
-) -> None:
+def test_the_dtype_of_the_products(dtype: torch.dtype, device: str, expected: torch.dtype) -> None:
     assert compute_dtype(dtype, torch.device(device)) == expected
 
 

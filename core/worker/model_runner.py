@@ -7,7 +7,7 @@ live in another process. It decides nothing: who runs, how many rows, when a tex
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import overload
 
 import numpy as np
@@ -25,7 +25,7 @@ from foresay.core.proposer import DraftRequest
 from foresay.core.worker.attention import AttentionMetadata
 from foresay.core.worker.kv_cache import KVCache
 from foresay.core.worker.proposing import GuardedProposer
-from foresay.core.worker.rejection_sampler import VerifyRequest, verify
+from foresay.core.worker.rejection_sampler import VerifyRequest, VerifyResult, verify
 from foresay.core.worker.target import TargetModel
 
 
@@ -137,6 +137,33 @@ class ModelRunner:
         self._step = step
         if not step.num_scheduled_tokens:
             return ModelRunnerOutput(step.step_id, {})
+        results = self._verified(step)
+        spoiled = {
+            req_id: len(drafts)
+            for req_id, drafts in step.scheduled_spec_decode_tokens.items()
+            if req_id in results and results[req_id].error is not None
+        }
+        if spoiled:
+            # A draft's row that is no number may have spoilt, through attention, those before it.
+            # Without its drafts a request gets what plain decoding gives, be it an error.
+            results |= self._verified(
+                replace(
+                    step,
+                    num_scheduled_tokens={
+                        req_id: step.num_scheduled_tokens[req_id] - num_drafts
+                        for req_id, num_drafts in spoiled.items()
+                    },
+                    scheduled_spec_decode_tokens={},
+                    num_output_rows=dict.fromkeys(spoiled, 1),
+                )
+            )
+        sampled = {r: result.token_ids for r, result in results.items() if result.error is None}
+        failed = {r: result.error for r, result in results.items() if result.error is not None}
+        self._commit(step, sampled)
+        return ModelRunnerOutput(step.step_id, sampled, failed)
+
+    def _verified(self, step: SchedulerOutput) -> dict[str, VerifyResult]:
+        """Run the step's forward and verify the drafts; by request with output rows."""
         logits = self._forward(step)  # [num_output_rows in all, vocab_size]
         requests = [
             VerifyRequest(
@@ -150,15 +177,8 @@ class ModelRunner:
             for req_id in step.num_scheduled_tokens
             if step.num_output_rows[req_id] > 0
         ]
-        sampled: dict[str, list[int]] = {}
-        failed: dict[str, str] = {}
-        for request, result in zip(requests, verify(logits, requests), strict=True):
-            if result.error is not None:
-                failed[request.req_id] = result.error
-            else:
-                sampled[request.req_id] = result.token_ids
-        self._commit(step, sampled)
-        return ModelRunnerOutput(step.step_id, sampled, failed)
+        results = verify(logits, requests)
+        return {r.req_id: result for r, result in zip(requests, results, strict=True)}
 
     def draft(self, finished_req_ids: Sequence[str]) -> DraftTokenIds | None:
         """Ask the proposer for the drafts that the step executed last wants.

@@ -1,0 +1,265 @@
+"""A worker that knows nothing but the messages, and a model that notices every wrong slot.
+
+`MirrorWorker` rebuilds block tables and computed tokens from pickled messages and keeps a "KV
+memory": what it writes for a position is a function of everything before it, read back from that
+memory, so a wrong block table, a wrong prefix hit or an overwritten slot makes it read something
+other than the chain of the tokens, and that fails at once. Its next token is a function of the
+chain, so `Case.plain` can say what plain decoding gives without scheduler, blocks or drafts.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from foresay.core.messages import (
+    DraftTokenIds,
+    ModelRunnerOutput,
+    NewRequest,
+    SamplingData,
+    SchedulerOutput,
+)
+from foresay.core.scheduling.scheduler import SchedulerConfig
+
+NEVER_WRITTEN = 0
+NAN = -1
+EMPTY_CHAIN = 1
+
+
+# -- The model
+
+
+def link(chain: int, token_id: int) -> int:
+    """The KV of a token: depends on it and on everything before it; never 0 or negative."""
+    return ((chain * 6364136223846793005 + token_id * 1442695040888963407 + 97) >> 7) % 2**61 + 1
+
+
+def chain_of(token_ids: Sequence[int]) -> list[int]:
+    chain = [EMPTY_CHAIN]
+    for token_id in token_ids:
+        chain.append(link(chain[-1], token_id))
+    return chain[1:]
+
+
+def next_token(chain: int, num_output: int, sampling: SamplingData, vocab_size: int) -> int:
+    token_id = (chain >> 5) % vocab_size
+    if num_output < sampling.min_tokens:
+        while token_id in sampling.stop_token_ids:
+            token_id = (token_id + 1) % vocab_size
+    return token_id
+
+
+@dataclass
+class PairSink:
+    """Stands in for text: the "stop string" is a pair of token ids in a row."""
+
+    pair: tuple[int, int]
+    last: int | None = None
+
+    def append(self, token_id: int, *, may_stop: bool) -> str | None:
+        matched = (self.last, token_id) == self.pair
+        self.last = token_id
+        return repr(self.pair) if matched and may_stop else None
+
+
+@dataclass
+class Case:
+    """What a request asks for, and what plain decoding answers."""
+
+    prompt: list[int]
+    sampling: SamplingData
+    max_tokens: int
+    pair: tuple[int, int] | None
+    k: int | None
+
+    def plain(self, vocab_size: int, max_model_len: int) -> tuple[list[int], str]:
+        chain = chain_of(self.prompt)[-1]
+        output: list[int] = []
+        while True:
+            token_id = next_token(chain, len(output), self.sampling, vocab_size)
+            chain = link(chain, token_id)
+            output.append(token_id)
+            if len(output) > self.sampling.min_tokens:
+                if token_id in self.sampling.stop_token_ids:
+                    return output, "stop"
+                if self.pair is not None and tuple(output[-2:]) == self.pair:
+                    return output, "stop"
+            if len(output) == self.max_tokens or len(self.prompt) + len(output) == max_model_len:
+                return output, "length"
+
+
+# -- The worker
+
+
+@dataclass
+class Held:
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: list[int]
+    sampling: SamplingData
+
+
+class MirrorWorker:
+    def __init__(self, config: SchedulerConfig, vocab_size: int, rng: random.Random) -> None:
+        self.config = config
+        self.vocab_size = vocab_size
+        self.rng = rng
+        self.memory = [NEVER_WRITTEN] * (config.num_blocks * config.block_size)
+        self.held: dict[str, Held] = {}
+        self.p_wrong = rng.choice([0.0, 0.2, 0.6])
+        self.counts: Counter[str] = Counter()
+
+    def slot(self, held: Held, position: int) -> int:
+        block_size = self.config.block_size
+        return held.block_ids[position // block_size] * block_size + position % block_size
+
+    def receive(self, scheduled: SchedulerOutput) -> None:
+        block_size = self.config.block_size
+        for req_id in (*scheduled.finished_req_ids, *scheduled.preempted_req_ids):
+            self.held.pop(req_id, None)
+        for block_id in scheduled.block_ids_to_zero:
+            start = block_id * block_size
+            self.memory[start : start + block_size] = [NEVER_WRITTEN] * block_size
+        for new in scheduled.new_requests:
+            self._take(new)
+        for req_id, update in scheduled.block_table_updates.items():
+            table = self.held[req_id].block_ids
+            assert update.num_kept <= len(table)
+            table[update.num_kept :] = update.block_ids
+        self.counts["preempted"] += len(scheduled.preempted_req_ids)
+        self.counts["zeroed"] += len(scheduled.block_ids_to_zero)
+
+    def _take(self, new: NewRequest) -> None:
+        assert new.req_id not in self.held
+        assert new.num_computed_tokens < len(new.token_ids)
+        assert new.num_computed_tokens % self.config.block_size == 0
+        self.held[new.req_id] = Held(
+            new.token_ids,
+            new.num_prompt_tokens,
+            new.num_computed_tokens,
+            new.block_ids,
+            new.sampling,
+        )
+        self.counts["resumed"] += len(new.token_ids) > new.num_prompt_tokens
+        self.counts["prefix hits"] += new.num_computed_tokens > 0
+
+    def execute(self, message: bytes, p_fail: float) -> bytes:
+        scheduled: SchedulerOutput = pickle.loads(message)  # noqa: S301
+        self.receive(scheduled)
+        self._check_limits(scheduled)
+        rows = {}
+        for req_id in scheduled.num_scheduled_tokens:
+            rows[req_id] = self._write(req_id, scheduled)
+        sampled: dict[str, list[int]] = {}
+        failed: dict[str, str] = {}
+        for req_id, num_new in scheduled.num_scheduled_tokens.items():
+            held = self.held[req_id]
+            self._read(held, rows[req_id])
+            num_rows = scheduled.num_output_rows[req_id]
+            drafts = scheduled.scheduled_spec_decode_tokens.get(req_id, [])
+            start = held.num_computed_tokens
+            held.num_computed_tokens += num_new
+            if num_rows == 0:
+                assert held.num_computed_tokens < len(held.token_ids)
+                self.counts["unfinished prompts"] += 1
+                continue
+            assert num_rows == 1 + len(drafts)
+            assert held.num_computed_tokens == len(held.token_ids) + len(drafts)
+            if self.rng.random() < p_fail:
+                failed[req_id] = "a row that is not finite"
+                for position in range(start, start + num_new):
+                    self.memory[self.slot(held, position)] = NAN
+                continue
+            sampled[req_id] = self._verify(held, drafts)
+            num_rejected = len(drafts) + 1 - len(sampled[req_id])
+            held.num_computed_tokens -= num_rejected
+            held.token_ids = held.token_ids + sampled[req_id]
+            assert held.num_computed_tokens == len(held.token_ids) - 1
+            self.counts["verified"] += len(drafts)
+            self.counts["rejected"] += num_rejected
+            self.counts["partly accepted"] += 0 < num_rejected < len(drafts)
+        self.counts["failed"] += len(failed)
+        return pickle.dumps(ModelRunnerOutput(scheduled.step_id, sampled, failed))
+
+    def _check_limits(self, scheduled: SchedulerOutput) -> None:
+        config = self.config
+        num_tokens = scheduled.num_scheduled_tokens
+        assert sum(num_tokens.values()) <= config.max_num_batched_tokens
+        assert len(num_tokens) <= config.max_num_seqs
+        assert num_tokens.keys() == scheduled.num_output_rows.keys()
+        assert all(num_tokens.values())
+        for req_id, drafts in scheduled.scheduled_spec_decode_tokens.items():
+            num_committed = len(self.held[req_id].token_ids)
+            assert 1 <= len(drafts) <= config.num_speculative_tokens
+            assert num_committed + len(drafts) + 1 <= config.max_model_len
+            if config.max_context is not None:
+                assert num_committed + len(drafts) <= config.max_context
+        for req_id, k in scheduled.num_draft_tokens.items():
+            assert scheduled.num_output_rows[req_id] >= 1
+            assert 1 <= k <= config.num_speculative_tokens
+        for req_id in num_tokens:
+            table = self.held[req_id].block_ids
+            assert len(set(table)) == len(table)
+            block_size = config.block_size
+            for block_id in table:
+                block = self.memory[block_id * block_size : (block_id + 1) * block_size]
+                assert NAN not in block, "a masked slot would poison attention"
+
+    def _write(self, req_id: str, scheduled: SchedulerOutput) -> list[int]:
+        held = self.held[req_id]
+        drafts = scheduled.scheduled_spec_decode_tokens.get(req_id, [])
+        start = held.num_computed_tokens
+        end = start + scheduled.num_scheduled_tokens[req_id]
+        rows = (held.token_ids + drafts)[:end]
+        assert len(rows) == end
+        chain = self.memory[self.slot(held, start - 1)] if start else EMPTY_CHAIN
+        for position in range(start, end):
+            chain = link(chain, rows[position])
+            self.memory[self.slot(held, position)] = chain
+        return rows
+
+    def _read(self, held: Held, rows: list[int]) -> None:
+        seen = [self.memory[self.slot(held, position)] for position in range(len(rows))]
+        assert seen == chain_of(rows)
+
+    def _verify(self, held: Held, drafts: list[int]) -> list[int]:
+        first = len(held.token_ids) - 1
+        sampled: list[int] = []
+        for row in range(len(drafts) + 1):
+            token_id = next_token(
+                self.memory[self.slot(held, first + row)],
+                first + 1 + row - held.num_prompt_tokens,
+                held.sampling,
+                self.vocab_size,
+            )
+            sampled.append(token_id)
+            if row == len(drafts) or drafts[row] != token_id:
+                break
+        return sampled
+
+    def draft(self, k_of: dict[str, int]) -> DraftTokenIds:
+        """Mostly right guesses, some wrong, some too long, too short, missing or out of date."""
+        drafts: dict[str, list[int]] = {}
+        lengths: dict[str, int] = {}
+        for req_id, k in k_of.items():
+            held = self.held[req_id]
+            token_ids = list(held.token_ids)
+            if self.rng.random() < 0.05:
+                continue
+            for _ in range(self.rng.choice([k, k, k, k + 3, k // 2, 0])):
+                token_id = next_token(
+                    chain_of(token_ids)[-1],
+                    len(token_ids) - held.num_prompt_tokens,
+                    held.sampling,
+                    self.vocab_size,
+                )
+                if self.rng.random() < self.p_wrong:
+                    token_id = self.rng.randrange(self.vocab_size)
+                token_ids.append(token_id)
+            lengths[req_id] = len(held.token_ids) - (self.rng.random() < 0.03)
+            drafts[req_id] = token_ids[len(held.token_ids) :]
+        return DraftTokenIds(drafts, lengths)
