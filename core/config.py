@@ -1,4 +1,7 @@
-"""The settings of an engine and of a request: pydantic at the border, plain data inside. No torch."""
+"""The settings of an engine and of a request: pydantic at the border, plain data inside.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -187,7 +190,7 @@ class EngineConfig(_Frozen):
     max_num_seqs: int = Field(default=64, ge=1, description="Most requests in one step.")
     max_num_batched_tokens: int = Field(default=2048, ge=1, description="Most rows in one step.")
     chunked_prefill_size: int | None = Field(
-        default=None, ge=1, description="Most prompt tokens of one request per step; None: no limit."
+        default=None, ge=1, description="Most prompt tokens of a request per step; None: no limit."
     )
     max_model_len: int | None = Field(
         default=None, ge=2, description="Most tokens of prompt and output; None: the model's limit."

@@ -213,6 +213,7 @@ class LLM:
         proposer: str | type[Any] | None = "auto",
         *,
         tokenizer: Any = None,
+        plugins: PluginManager | None = None,
         **settings: Any,
     ) -> None:
         """Load the model and its proposer.
@@ -220,12 +221,13 @@ class LLM:
         `model`: an alias, a folder, a GGUF file, a hub id, or a loaded transformers model, which
         takes its `tokenizer` along (None: token ids in, token ids out).
         `proposer`: a name, "module:Class", a class, "auto", or None for plain decoding.
+        `plugins`: where names are looked up and who observes; None: all that are installed.
         `settings`: the fields of `EngineConfig` and `SpeculativeConfig`, by name.
 
         Raises `ConfigError`, `ModelError` or `PluginError`.
         """
         self.config = engine_config(model, proposer, settings)
-        plugins = PluginManager.load()
+        plugins = plugins or PluginManager.load()
         runner = self._build_runner(plugins, model, proposer, tokenizer)
         scheduler = Scheduler(
             SchedulerConfig(

@@ -25,6 +25,10 @@ class ModelError(ForesayError):
     """A target model cannot be found, loaded, or run exactly."""
 
 
+class UnknownModelError(ModelError):
+    """No model of that name was found anywhere."""
+
+
 class PluginError(ForesayError):
     """A plugin is missing, failed to load, or clashes with another."""
 

@@ -59,7 +59,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class TargetView:
-    """The target model as a proposer may see it; handed to `Proposer.load` once, before any step."""
+    """The target model as a proposer sees it; handed to `Proposer.load` once, before any step."""
 
     config: Any  # the target's transformers config
     vocab_size: int  # token ids are in range(vocab_size)
@@ -123,7 +123,7 @@ class Proposer(Protocol):
         ...
 
 
-def _no_needs(config: ProposerConfig, target_config: Any) -> Needs:
+def _no_needs(_config: ProposerConfig, _target_config: Any) -> Needs:
     return Needs()
 
 

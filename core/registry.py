@@ -1,4 +1,4 @@
-"""What distributions offer besides proposers: model aliases and drafter weights. Imports no torch."""
+"""What distributions offer besides proposers: model aliases and drafter weights. No torch."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ModelAlias:
 class DrafterSpec:
     """Weights for a proposer, trained for one target model.
 
-    `model` is the name or alias of the target they were trained for; `path()` returns their folder;
-    `mean_acceptance_length` is measured on held-out prompts and ranks drafters for `--proposer auto`.
+    `model` is the name or alias of the target they were trained for; `path()` returns their folder.
+    `mean_acceptance_length`, measured on held-out prompts, ranks drafters for `--proposer auto`.
     """
 
     name: str

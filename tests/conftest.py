@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from foresay.core.plugins import PluginManager
+
+# Before torch is imported. On a machine that others use too, two threads that wait for each other
+# after every small operation can be ten times slower than one; alone, one is hardly slower here.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")

@@ -171,6 +171,8 @@ def test_the_rotary_table_holds_the_models_own_cos_and_sin_signed() -> None:
     early = table.rows(positions[:3])
     with pytest.raises(IndexError):
         table.rows(positions)
+    table.reserve(4097)
+    table.rows(positions[:4])
     table.reserve(10000)
     table.reserve(5)
     cos, sin = table.rows(positions)
@@ -297,3 +299,13 @@ def test_a_rows_activation_does_not_depend_on_how_threads_share_the_rows(
         for num_rows in (0, 1, 2, 22, 50, 97, 110, 127, 200, 331, 350):
             assert torch.equal(silu(x[:num_rows]), alone[:num_rows]), num_rows
         assert (silu(x) - expected).abs().max() < 1e-5
+
+
+def test_a_row_has_the_same_bits_however_threads_share_a_chunk() -> None:
+    text = Text(130, 1)
+    run = Run(tiny_models.llama(intermediate_size=1000), text)
+    with threads(3):
+        run((text, 0, 130))
+        alone = torch.cat([run((text, row, row + 1)) for row in range(130)])
+        for length in (76, 82, 85, 97, 103, 112, 127):
+            assert torch.equal(run((text, 0, length)), alone[:length]), length

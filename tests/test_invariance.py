@@ -64,7 +64,8 @@ def test_the_fast_decoder_is_invariant(family: str, dtype: torch.dtype) -> None:
 WRONG: dict[str, Wrong] = {
     "one row alone": lambda ids, metadata: len(ids) <= 2,
     "as many rows as drafts make": lambda ids, metadata: 3 <= len(ids) < 9,
-    "many rows": lambda ids, metadata: len(ids) > 32,
+    "as many rows as a short chunk has": lambda ids, metadata: 9 <= len(ids) < 33,
+    "as many rows as a long chunk has": lambda ids, metadata: 33 <= len(ids) < 128,
     "more rows than one product takes": lambda ids, metadata: len(ids) > 128,
     "an odd number of rows": lambda ids, metadata: len(ids) % 2,
     "the row's index": lambda ids, metadata: torch.arange(len(ids)) >= 24,
@@ -89,8 +90,8 @@ def test_a_bit_that_depends_on_the_chunk_near_or_far_is_caught(
     """Attention's kernels change with the number of keys: both sides of 512 are looked at."""
 
     def wrong(ids: torch.Tensor, metadata: AttentionMetadata) -> Any:
-        is_far = metadata.positions >= 512
-        return (is_far if far else ~is_far) & (len(ids) > 2)
+        concerned = metadata.positions >= 512 if far else metadata.positions < 500
+        return concerned & (len(ids) > 2)
 
     assert not rows_are_invariant(with_decoder(target, wrong), 1024)
     assert rows_are_invariant(with_decoder(target, wrong), 512) is far

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foresay.core.errors import ConfigError
+from foresay.core.plugins import PluginManager
 
 if TYPE_CHECKING:
     from foresay.core.engine import LLM
@@ -57,6 +58,7 @@ def parse_settings(pairs: Sequence[str] | None) -> dict[str, Any]:
 def open_llm(
     model: str,
     *,
+    plugins: PluginManager,
     proposer: str,
     drafter: str | None = None,
     k: int | None = None,
@@ -69,6 +71,7 @@ def open_llm(
 
     return LLM(
         model=model,
+        plugins=plugins,
         proposer=None if proposer == "none" else proposer,
         drafter=drafter,
         num_speculative_tokens=k,

@@ -19,6 +19,7 @@ _INTERRUPTED = 130
 
 
 def run(
+    context: typer.Context,
     prompt: Annotated[str, typer.Argument(help="The prompt; '-' reads it from stdin.")],
     model: options.Model = "smollm2",
     proposer: options.ProposerName = "auto",
@@ -64,6 +65,7 @@ def run(
     )
     with options.open_llm(
         model,
+        plugins=context.obj,
         proposer=proposer,
         drafter=drafter,
         k=k,

@@ -19,6 +19,7 @@ from foresay.core.commands import options
 from foresay.core.commands.table import print_table
 from foresay.core.config import SamplingParams
 from foresay.core.errors import EngineError
+from foresay.core.plugins import PluginManager
 from foresay.core.stats import RequestStats, show
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class _Timed:
 
 
 def showcase(
+    context: typer.Context,
     model: options.Model = "smollm2",
     proposer: options.ProposerName = "ngram",
     k: options.NumDraftTokens = None,
@@ -47,8 +49,9 @@ def showcase(
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 3,
 ) -> None:
     """Answer three prompts without and with a proposer, and compare: equal ids, and the speed."""
-    plain = options.open_llm(model, proposer="none", dtype=dtype)
-    drafting = options.open_llm(model, proposer=proposer, k=k, dtype=dtype)
+    plugins: PluginManager = context.obj
+    plain = options.open_llm(model, plugins=plugins, proposer="none", dtype=dtype)
+    drafting = options.open_llm(model, plugins=plugins, proposer=proposer, k=k, dtype=dtype)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     rows: list[list[str]] = []
     all_plain: list[_Timed] = []

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from foresay.core.config import EngineConfig, SpeculativeConfig, build_settings
-from foresay.core.errors import ConfigError, ForesayError, PluginError, nearest, one_line
+from foresay.core.errors import (
+    ConfigError,
+    ForesayError,
+    PluginError,
+    UnknownModelError,
+    nearest,
+    one_line,
+)
 from foresay.core.offers import shown
 from foresay.core.plugins import PluginManager
 from foresay.core.proposer import Needs, Proposer, ProposerConfig, ProposerSpec, TargetView
@@ -60,7 +67,7 @@ def build_runner(
     model: a loaded transformers model, or None for `config.model`. proposer_type: a class, or
     None for `config.speculative.proposer`. Raises `ConfigError`, `ModelError`, `PluginError`.
     """
-    choice = _choose(config, plugins, model, proposer_type)
+    choice = _choose(config, plugins, proposer_type)
     needs, num_draft_tokens = Needs(), 0
 
     def check(target_config: Any) -> None:
@@ -69,16 +76,21 @@ def build_runner(
             needs = _checked_needs(choice, target_config)
             num_draft_tokens = _num_draft_tokens(choice, needs)
 
-    target = load_target(
-        config.model if model is None else model,
-        tokenizer=tokenizer,
-        dtype=config.dtype,
-        device=config.device,
-        row_invariant=config.row_invariant,
-        max_model_len=config.max_model_len,
-        aliases=plugins.models,
-        on_config=check,
-    )
+    if model is None:
+        plugins.model(config.model)  # a name that two plugins claim is an error
+    try:
+        target = load_target(
+            config.model if model is None else model,
+            tokenizer=tokenizer,
+            dtype=config.dtype,
+            device=config.device,
+            row_invariant=config.row_invariant,
+            max_model_len=config.max_model_len,
+            aliases=plugins.models,
+            on_config=check,
+        )
+    except UnknownModelError as error:
+        raise UnknownModelError(f"{error}{plugins.unavailable()}") from error
     pool = size_pool(
         layout=target.kv_layout,
         dtype=target.dtype,
@@ -119,7 +131,7 @@ def build_runner(
 
 
 def _choose(
-    config: EngineConfig, plugins: PluginManager, model: Any, proposer_type: type[Any] | None
+    config: EngineConfig, plugins: PluginManager, proposer_type: type[Any] | None
 ) -> _Choice | None:
     """Return the proposer and its settings, or None for plain decoding."""
     speculative = config.speculative

@@ -97,7 +97,7 @@ def size_pool(
         wanted = num_blocks * block_size
     if wanted < 2:
         raise ConfigError(
-            f"the KV cache has room for {num_blocks} blocks of {block_size} tokens, too few for even "
-            "the shortest request: raise num_blocks, or free memory"
+            f"the KV cache has room for {num_blocks} blocks of {block_size} tokens, too few for "
+            "even the shortest request: raise num_blocks, or free memory"
         )
     return PoolSize(num_blocks, wanted)

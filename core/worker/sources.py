@@ -14,7 +14,7 @@ from typing import Any
 
 import huggingface_hub
 
-from foresay.core.errors import ModelError, nearest, one_line
+from foresay.core.errors import ModelError, UnknownModelError, nearest, one_line
 from foresay.core.registry import ModelAlias
 
 _hub: Any = huggingface_hub  # its types do not say all that it exports
@@ -57,7 +57,7 @@ def find_source(name: str, aliases: Mapping[str, ModelAlias]) -> Source:
         f"{nearest(name, aliases)}"
     )
     if not _HUB_ID.fullmatch(name) or name.endswith(".gguf"):
-        raise ModelError(f"{tried}; {_ADVICE}")
+        raise UnknownModelError(f"{tried}; {_ADVICE}")
     return Source(name, name, None, options=_hub_options(name, tried))
 
 
@@ -105,7 +105,11 @@ def _hub_options(name: str, tried: str) -> dict[str, Any]:
             if answer.status_code not in (401, 403, 404):
                 return {}
             code = answer.headers.get("X-Error-Code", "no such model, or not for you")
-            raise ModelError(f"{tried}; {settings.ENDPOINT} answers {answer.status_code} ({code})")
+            raise UnknownModelError(
+                f"{tried}; {settings.ENDPOINT} answers {answer.status_code} ({code})"
+            )
     if isinstance(_hub.try_to_load_from_cache(name, "config.json"), str):
         return {"local_files_only": True}
-    raise ModelError(f"{tried}; {reason} and the hub's local cache does not hold it; {_ADVICE}")
+    raise UnknownModelError(
+        f"{tried}; {reason} and the hub's local cache does not hold it; {_ADVICE}"
+    )
