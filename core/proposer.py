@@ -97,8 +97,9 @@ class DraftInput:
 class Draft:
     """One list of draft token ids per request of the `DraftInput`, in its order.
 
-    Short, empty and ragged lists are normal: no padding, no dummy ids. The core cuts what is too
-    long, stops at the first id that is no token of the target, and counts both as faults.
+    Any sequence of integers does: a list, a tuple, a numpy array, a torch tensor. Short, empty
+    and ragged ones are normal: no padding, no dummy ids. The core cuts what is too long, stops at
+    the first id that is no token of the target, and counts both as faults.
     `parents` None means each list is a chain; anything else (trees) is refused.
     """
 

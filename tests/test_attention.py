@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -215,6 +217,28 @@ def test_zeroed_blocks_are_zero_in_every_layer_and_others_are_kept() -> None:
         assert layer.value[2:4].eq(0).all()
         assert layer.key[:2].eq(1).all()
         assert layer.key[4:].eq(1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_new_cache_is_all_zeros(dtype: torch.dtype) -> None:
+    cache = KVCache([LayerKV(2, 4, 6)], 3, 2, dtype, CPU)
+    (layer,) = cache.layers
+    assert (layer.key.shape, layer.value.shape) == ((10, 2, 4), (10, 2, 6))
+    assert layer.key.dtype == layer.value.dtype == dtype
+    assert not layer.key.any()
+    assert not layer.value.any()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads memory as Linux shows it")
+def test_a_large_pool_takes_memory_only_as_it_is_written() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    cache = KVCache([LayerKV(8, 64, 64)] * 4, 4096, 16, torch.float32, CPU)  # 1 GiB
+    assert resident() - before < 64 * 2**20
+    cache.layers[0].key[:1024].fill_(1.0)
+    assert resident() > before
 
 
 def test_a_blocks_size_in_bytes() -> None:

@@ -190,6 +190,21 @@ def test_a_stream_whose_commit_was_cut_short_is_aborted_with_what_it_has(
     llm.check_empty()
 
 
+def test_a_stream_that_ended_in_a_commit_cut_short_ends_with_its_whole_output(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = fake_llm(ALPHABET, k=2)
+    stream = llm.stream("x", params(4))
+    text = next(stream).text  # the step after it brings the other three
+    # Two decodes of the new prompt's tail, three of the stream's tokens, then the newcomer's first.
+    accident_in(llm, "commit", 6, monkeypatch)
+    with pytest.raises(Accident):
+        llm.generate("y", params())
+    (last,) = list(stream)
+    assert (text + last.text, last.finish_reason) == (ALPHABET[:4], "length")
+    llm.check_empty()
+
+
 def test_a_stream_may_be_closed_in_the_middle_of_a_step() -> None:
     """As the garbage collector does."""
     llm = fake_llm(ALPHABET, k=2)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 
 from foresay.core.errors import ConfigError
 from foresay.core.worker import memory
 from foresay.core.worker.kv_cache import LayerKV
 from foresay.core.worker.memory import PoolSize, free_memory, size_pool
+from foresay.core.worker.target import load_target
 
 CPU = torch.device("cpu")
 # Two layers, keys and values of 2 heads of 8 numbers, 4 bytes each: 256 bytes a token.
@@ -175,3 +178,24 @@ def test_free_memory_of_a_gpu_is_what_its_driver_says(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
     assert free_memory(torch.device("cuda", 1)) == 123
     assert asked == [torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_dummy_step_runs_as_many_rows_as_a_full_one(family: str) -> None:
+    target = load_target(tiny_models.BUILDERS[family]())
+    rows: list[tuple[int, int, int]] = []
+
+    @dataclass(frozen=True)
+    class Watched:
+        decoder: Any
+
+        def forward(self, input_ids: Any, output_rows: Any, cache: Any, metadata: Any) -> Any:
+            logits = self.decoder.forward(input_ids, output_rows, cache, metadata)
+            rows.append((len(input_ids), int(metadata.positions.max()) + 1, len(logits)))
+            assert logits.isfinite().all()
+            return logits
+
+    watched = replace(target, decoder=Watched(target.decoder))
+    memory.dummy_step(watched, 300, 24)
+    memory.dummy_step(watched, 5, 24)
+    assert rows == [(300, tiny_models.MAX_POSITIONS, 24), (5, 5, 5)]

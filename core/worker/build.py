@@ -24,7 +24,7 @@ from foresay.core.plugins import PluginManager
 from foresay.core.proposer import Needs, Proposer, ProposerConfig, ProposerSpec, TargetView
 from foresay.core.worker.invariance import rows_are_invariant
 from foresay.core.worker.kv_cache import KVCache, block_bytes
-from foresay.core.worker.memory import CPU_SHARE, GPU_SHARE, free_memory, size_pool
+from foresay.core.worker.memory import CPU_SHARE, GPU_SHARE, dummy_step, free_memory, size_pool
 from foresay.core.worker.model_runner import ModelRunner
 from foresay.core.worker.proposing import GuardedProposer
 from foresay.core.worker.target import TargetModel, load_target
@@ -91,6 +91,9 @@ def build_runner(
         )
     except UnknownModelError as error:
         raise UnknownModelError(f"{error}{plugins.unavailable()}") from error
+    if target.device.type == "cuda":
+        num_output_rows = config.max_num_seqs * (1 + num_draft_tokens)
+        dummy_step(target, config.max_num_batched_tokens, num_output_rows)
     pool = size_pool(
         layout=target.kv_layout,
         dtype=target.dtype,

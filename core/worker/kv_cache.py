@@ -7,9 +7,11 @@ zero (padding reads it), the *scratch* block is never read (padding rows write t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -57,13 +59,10 @@ class KVCache:
         self.scratch_slot = (num_blocks + 1) * block_size
         num_slots = (num_blocks + 2) * block_size
 
-        def zeros(num_heads: int, dim: int) -> torch.Tensor:
-            return torch.zeros(num_slots, num_heads, dim, dtype=dtype, device=device)
-
         self.layers = [
             LayerCache(
-                zeros(layer.num_kv_heads, layer.head_dim),
-                zeros(layer.num_kv_heads, layer.value_dim),
+                _zeros((num_slots, layer.num_kv_heads, layer.head_dim), dtype, device),
+                _zeros((num_slots, layer.num_kv_heads, layer.value_dim), dtype, device),
             )
             for layer in layout
         ]
@@ -75,6 +74,17 @@ class KVCache:
             for layer in self.layers:
                 layer.key[first : first + self.block_size].zero_()
                 layer.value[first : first + self.block_size].zero_()
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros; on a CPU their memory is taken only as it is written.
+
+    A pool is sized for the most that could ever run, and torch.zeros would touch all of it.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)
 
 
 def block_bytes(layout: Sequence[LayerKV], block_size: int, dtype: torch.dtype) -> int:

@@ -1,6 +1,6 @@
 """How many KV blocks, and how long a request may be: sizes the pool to what is asked for and fits.
 
-It reads free memory; it allocates nothing.
+It reads free memory, on a GPU after a full step's worth of it was used once; it keeps nothing.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from foresay.core.errors import ConfigError
-from foresay.core.worker.kv_cache import LayerKV, block_bytes
+from foresay.core.worker.attention import AttentionMetadata
+from foresay.core.worker.kv_cache import KVCache, LayerKV, block_bytes
+from foresay.core.worker.target import TargetModel
 
 CPU_SHARE = 0.25  # of the memory that is free once the weights are loaded
 GPU_SHARE = 0.90
@@ -58,6 +61,28 @@ def _cgroup_room() -> int:
         return _UNLIMITED
     cached = sizes.get("active_file", 0) + sizes.get("inactive_file", 0)
     return max(0, limit - used + cached)
+
+
+@torch.inference_mode()
+def dummy_step(target: TargetModel, num_rows: int, num_output_rows: int) -> None:
+    """Run one step of `num_rows` rows, `num_output_rows` of them with logits, that leaves no trace.
+
+    A GPU's allocator keeps what such a step needs, so that the pool does not take that memory.
+    """
+    cache = KVCache(target.kv_layout, 1, 1, target.dtype, target.device)
+    longest = min(target.max_model_len or num_rows, num_rows)
+    lengths = [min(longest, num_rows - start) for start in range(0, num_rows, longest)]
+    metadata = AttentionMetadata.build(
+        [np.arange(length) for length in lengths],
+        [np.full(length, cache.null_slot) for length in lengths],
+        np.full(num_rows, cache.scratch_slot),
+        cache.null_slot,
+        target.attention_rules,
+        target.device,
+    )
+    input_ids = torch.zeros(num_rows, dtype=torch.int64, device=target.device)
+    output_rows = torch.arange(min(num_output_rows, num_rows), device=target.device)
+    target.forward(input_ids, output_rows, cache, metadata)
 
 
 def size_pool(
