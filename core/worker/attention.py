@@ -261,7 +261,7 @@ def paged_attention(
     if len(metadata.groups) == 1:
         return _attend(query, cache, metadata.groups[0], metadata.rules, scale, sliding_window,
                        softcap, sinks)  # fmt: skip
-    out = query.new_empty(query.shape[0], query.shape[1], cache.value.shape[2])
+    out = query.new_empty(query.shape[0], query.shape[1], cache.value_dim)
     for group in metadata.groups:
         rows = _attend(query, cache, group, metadata.rules, scale, sliding_window, softcap, sinks)
         assert group.tokens is not None  # only a single group holds all tokens
@@ -280,40 +280,38 @@ def _attend(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attend for one group; returns [n, num_heads, value_dim], its real rows in order."""
-    num_requests, query_len, key_len = group.num_requests, group.query_len, group.key_len
+    num_requests, query_len = group.num_requests, group.query_len
     num_heads, head_dim = query.shape[1:]
-    num_kv_heads, value_dim = cache.value.shape[1:]
+    num_kv_heads, value_dim = cache.num_kv_heads, cache.value_dim
     fold = num_heads // num_kv_heads
+    dtype = query.dtype
+    compute = dtype if rules.compute_dtype is None else rules.compute_dtype
     if group.query_rows is not None:
         query = query.index_select(0, group.query_rows)
-    keys = cache.key.index_select(0, group.key_slots)
-    values = cache.value.index_select(0, group.key_slots)
-    dtype = query.dtype
-    if rules.compute_dtype is not None:
-        query, keys, values = (x.to(rules.compute_dtype) for x in (query, keys, values))
-    keys = keys.view(num_requests, key_len, num_kv_heads, head_dim).transpose(1, 2)
-    values = values.view(num_requests, key_len, num_kv_heads, value_dim).transpose(1, 2)
-    # Query heads that share a key head become rows of one matrix: [B, Hkv, Q * fold, D].
-    folded = query_len < _FOLD_BELOW or softcap is not None or sinks is not None
-    if folded:
+    if compute != dtype:
+        query = query.to(compute)
+    keys, values = cache.gather(group.key_slots, num_requests, compute)
+    eager = softcap is not None or sinks is not None
+    if query_len < _FOLD_BELOW or eager:
+        # Query heads that share a key head become rows of one matrix: [B, Hkv, Q * fold, D].
         query = query.reshape(num_requests, query_len, num_kv_heads, fold, head_dim)
         query = query.transpose(1, 2).reshape(num_requests, num_kv_heads, -1, head_dim)
-        mask = group.mask(window, fold, query.dtype)
-        if softcap is not None or sinks is not None:
+        mask = group.mask(window, fold, compute)
+        if eager:
             out = _eager(query, keys, values, mask, scale, softcap, sinks)
         else:
             out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
         out = out.view(num_requests, num_kv_heads, query_len, fold, value_dim).transpose(1, 2)
     else:
-        query = query.view(num_requests, query_len, num_heads, head_dim).transpose(1, 2)
-        mask = group.mask(window, 1, query.dtype)
+        query = query.reshape(num_requests, query_len, num_heads, head_dim).transpose(1, 2)
+        mask = group.mask(window, 1, compute)
         out = F.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, scale=scale, enable_gqa=fold > 1
         ).transpose(1, 2)
     out = out.reshape(num_requests * query_len, num_heads, value_dim)
     if group.taken is not None:
         out = out.index_select(0, group.taken)
-    return out.to(dtype)
+    return out if compute == dtype else out.to(dtype)
 
 
 def _eager(

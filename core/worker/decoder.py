@@ -23,6 +23,8 @@ from foresay.core.worker.linear import Linear, compute_dtype
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # RoPE types whose frequencies do not depend on the sequence.
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+# Up to this many rows cost about as much as one.
+_FEW_ROWS = 4
 # The rotary table grows by this many positions: a multiple of any vector width, so that the same
 # position is always computed in the same lane of the same kernel.
 _ROTARY_CHUNK = 4096
@@ -182,10 +184,10 @@ class DecoderBlock:
             scale=self.scale,
             sliding_window=self.window,
         )
-        residual = residual + self.out(attended.reshape(num_tokens, -1))
+        residual = self.out.add_to(residual, attended.reshape(num_tokens, -1))
         x = F.rms_norm(residual, (hidden_size,), self.mlp_norm, self.eps)
         gate, up = self.gate_up(x).split(self.intermediate_size, dim=-1)
-        return residual + self.down(silu(gate).mul_(up))
+        return self.down.add_to(residual, silu(gate).mul_(up))
 
 
 class FastDecoder:
@@ -217,8 +219,6 @@ class FastDecoder:
         self.lm_head = Linear(head.weight.detach().to(device, dtype), head.bias, dtype, pack=True)
         rotary = copy.deepcopy(causal.model.rotary_emb).to(device)  # the table goes on using it
         self.rotary = RotaryTable(rotary, dtype, device)
-        # One float32 row is computed as two: do that once per step, not in every product.
-        self.min_rows = self.lm_head.min_rows
         self.kv_layout = [
             LayerKV(block.num_kv_heads, block.head_dim, block.head_dim) for block in self.layers
         ]
@@ -231,6 +231,9 @@ class FastDecoder:
             head_dim=self.layers[0].head_dim,
             row_invariant=row_invariant,
         )
+        # Kernels pad a single row; to do that once per step is cheaper than in every operation.
+        padded = self.attention_rules.padded_query_len(1)
+        self.min_rows = padded if padded <= _FEW_ROWS else self.lm_head.min_rows
 
     def shallow(self) -> FastDecoder:
         """Return a decoder of one layer for each sliding window, sharing this one's weights."""

@@ -29,17 +29,49 @@ class LayerKV:
         return self.num_kv_heads * (self.head_dim + self.value_dim)
 
 
-@dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's keys and values, by slot."""
+    """One layer's keys and values, by slot.
 
-    key: torch.Tensor  # [num_slots, num_kv_heads, head_dim]
-    value: torch.Tensor  # [num_slots, num_kv_heads, value_dim]
+    A slot's keys and values lie side by side, so that one copy reads or writes both.
+    """
+
+    def __init__(self, layer: LayerKV, slots: torch.Tensor) -> None:
+        """`slots` [num_slots, layer.width]."""
+        self.slots = slots
+        self.num_kv_heads, self.value_dim = layer.num_kv_heads, layer.value_dim
+        self.key, self.value = self._split(slots, layer.num_kv_heads * layer.head_dim)
+
+    def _split(self, rows: torch.Tensor, key_width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views [n, Hkv, D] and [n, Hkv, Dv] of `rows` [n, width]."""
+        size = (rows.shape[0], self.num_kv_heads, -1)
+        return rows[:, :key_width].view(size), rows[:, key_width:].view(size)
 
     def write(self, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store `key` [T, Hkv, D] and `value` [T, Hkv, Dv] at `slot_mapping` [T]."""
-        self.key.index_copy_(0, slot_mapping, key)
-        self.value.index_copy_(0, slot_mapping, value)
+        rows = torch.cat([key.flatten(1), value.flatten(1)], dim=1)
+        self.slots.index_copy_(0, slot_mapping, rows)
+
+    def gather(
+        self, slots: torch.Tensor, num_requests: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys [B, Hkv, K, D] and values [B, Hkv, K, Dv] of B requests, as views of a copy.
+
+        slots: [B * K], request after request.
+        """
+        rows = self.slots.index_select(0, slots)
+        if rows.dtype != dtype:
+            rows = rows.to(dtype)
+        num_keys, width = slots.shape[0] // num_requests, rows.shape[1]
+        key_width = width - self.num_kv_heads * self.value_dim
+
+        def view(dim: int, start: int) -> torch.Tensor:
+            return rows.as_strided(
+                (num_requests, self.num_kv_heads, num_keys, dim),
+                (num_keys * width, dim, width, 1),
+                start,
+            )
+
+        return view(key_width // self.num_kv_heads, 0), view(self.value_dim, key_width)
 
 
 class KVCache:
@@ -60,11 +92,7 @@ class KVCache:
         num_slots = (num_blocks + 2) * block_size
 
         self.layers = [
-            LayerCache(
-                _zeros((num_slots, layer.num_kv_heads, layer.head_dim), dtype, device),
-                _zeros((num_slots, layer.num_kv_heads, layer.value_dim), dtype, device),
-            )
-            for layer in layout
+            LayerCache(layer, _zeros((num_slots, layer.width), dtype, device)) for layer in layout
         ]
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
@@ -72,8 +100,7 @@ class KVCache:
         for block_id in block_ids:
             first = block_id * self.block_size
             for layer in self.layers:
-                layer.key[first : first + self.block_size].zero_()
-                layer.value[first : first + self.block_size].zero_()
+                layer.slots[first : first + self.block_size].zero_()
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -65,6 +65,17 @@ class Linear:
                 self.min_rows = MIN_ROWS_FLOAT32
         self.weight = weight
 
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return residual + y, [num_rows, out_features]: one operation where the kernel can."""
+        if not self.packed or self.compute != torch.float32 or self.dtype != torch.float32:
+            return residual + self(x)
+        if x.shape[0] < self.min_rows:
+            return residual + self(x)
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(
+            x, residual, self.weight, self.bias, "add"
+        )
+        return out
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [num_rows, out_features] in x's dtype."""
         if self.compute != self.dtype:
