@@ -387,6 +387,11 @@ def test_version_is_that_of_the_distribution(run: Foresay) -> None:
     assert run("--version").stdout == f"foresay {foresay.__version__}\n"
 
 
+def heed_interrupts() -> None:
+    """A background job of a shell is started with Ctrl-C ignored, and so would its children be."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_an_interrupt_ends_with_130_and_no_traceback(site: Path) -> None:
     source = COMMANDS.format(body="app.command('wait')(wait)") + (
         "\n    def wait():\n"
@@ -401,6 +406,7 @@ def test_an_interrupt_ends_with_130_and_no_traceback(site: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=heed_interrupts,
     )
     with process:
         assert process.stdout is not None

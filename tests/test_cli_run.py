@@ -183,6 +183,7 @@ def test_ctrl_c_ends_the_answer_with_the_figures_so_far(folder: Path) -> None:
         text=True,
         encoding="utf-8",
         errors="replace",
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # see test_cli_plugins
     )  # fmt: skip
     assert process.stdout is not None
     first = process.stdout.read(5)  # it answers
