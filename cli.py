@@ -6,6 +6,7 @@ quick. Text that was asked for goes to stdout; errors and warnings go to stderr,
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -76,6 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read our output has seen enough. Python flushes stdout once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # as above
+        return _user_error(f"cannot write: {error.strerror}")
     finally:
         logger.removeHandler(warnings)
     return code if isinstance(code, int) else 0

@@ -72,7 +72,13 @@ def _refuse_later(values: Any, defaults: Mapping[str, Any]) -> Any:
 
 
 class SamplingParams(_Frozen):
-    """How one request is sampled and when it stops."""
+    """How one request is sampled and when it stops. A wrong value or name is a `ConfigError`."""
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(describe(error, type(self), "SamplingParams")) from None
 
     temperature: float = Field(
         default=1.0, ge=0.0, allow_inf_nan=False, description="0 (below 1e-5): greedy."
@@ -87,7 +93,8 @@ class SamplingParams(_Frozen):
         default=0.0, ge=0.0, le=1.0, description="Drop tokens below min_p times the likeliest."
     )
     seed: int | None = Field(
-        default=None, description="Same seed, same text, whatever the proposer or the batch."
+        default=None,
+        description="Same seed, same text, whatever the proposer or the batch; modulo 2**64.",
     )
     max_tokens: int = Field(default=16, ge=1, description="Most output tokens.")
     min_tokens: int = Field(
@@ -157,7 +164,9 @@ class SpeculativeConfig(_Frozen):
         description="A proposer's name, 'module:Class', 'auto', or None (plain decoding).",
     )
     num_speculative_tokens: int | None = Field(
-        default=None, ge=1, description="Most drafts per step; None: the proposer's own best."
+        default=None,
+        ge=0,
+        description="Most drafts per step; None: the proposer's own best; 0: none.",
     )
     proposer_settings: dict[str, Any] = Field(
         default_factory=dict, description="The proposer's own settings."

@@ -132,6 +132,8 @@ class InputProcessor:
         """Return one checked `SamplingParams` per prompt."""
         if params is None:
             params = SamplingParams()
+        if not isinstance(params, SamplingParams | Sequence) or isinstance(params, str):
+            raise RequestError(f"params={_show(params)}: expected SamplingParams(...), or a list")
         each = [params] * num_prompts if isinstance(params, SamplingParams) else list(params)
         for one in each:
             if not isinstance(one, SamplingParams):
@@ -173,6 +175,7 @@ class InputProcessor:
                     f"{where} is text, and this LLM has no tokenizer: give token ids, "
                     "or LLM(..., tokenizer=...)"
                 )
+            check_text(prompt, where)
             return list(self.tokenizer(prompt)["input_ids"])
         if isinstance(prompt, Sequence) and (not prompt or _are_ids(prompt)):
             return [operator.index(token_id) for token_id in prompt]
@@ -238,6 +241,17 @@ class InputProcessor:
                 raise RequestError(
                     f"stop_token_ids: {token_id} is not in the vocabulary, range({self.vocab_size})"
                 )
+
+
+def check_text(text: str, where: str) -> None:
+    """Raise `RequestError` for what is no Unicode text: bytes that were not UTF-8 come as such."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{where} is no valid text: character {error.start} is {text[error.start]!r}, half of "
+            "a pair; was it read as UTF-8?"
+        ) from None
 
 
 def _to_list(value: Any) -> Any:

@@ -408,8 +408,8 @@ def test_the_automatic_choice_is_a_drafter_made_for_the_model(model: Any, tmp_pa
     runner = build(plugins(spec(), spec("ngram"), drafters=[made]), model, proposer="auto")
     assert runner.proposer_name == "fake"
     assert runner.summary.endswith(
-        "; proposer: fake (drafter 'head' of foresay-fake was made for 'tiny' (mean acceptance "
-        "length 2.50)), 5 tokens a step at most"
+        "; proposer: fake (auto: drafter 'head' of foresay-fake was made for 'tiny' "
+        "(mean acceptance length 2.50)), 5 tokens a step at most"
     )
     [fake] = Fake.built
     assert fake.config.drafter == str(tmp_path)
@@ -430,7 +430,7 @@ def test_without_a_drafter_the_automatic_choice_is_ngram_if_it_is_there(model: A
     runner = build(plugins(spec(), spec("ngram")), model, proposer="auto")
     assert runner.proposer_name == "ngram"
     assert runner.summary.endswith(
-        "; proposer: ngram (no drafter is registered for 'tiny'), 5 tokens a step at most"
+        "; proposer: ngram (auto: no drafter is registered for 'tiny'), 5 tokens a step at most"
     )
     nobody = build(plugins(spec()), model, proposer="auto")
     assert (nobody.proposer, nobody.proposer_name, nobody.num_speculative_tokens) == (None, None, 0)
@@ -467,6 +467,24 @@ def test_plain_decoding_has_no_proposer(model: Any) -> None:
     assert (runner.proposer, runner.proposer_name, runner.num_speculative_tokens) == (None, None, 0)
     assert runner.summary.endswith("; proposer: none")
     assert Fake.built == []
+
+
+@pytest.mark.parametrize(
+    ("proposer", "speculative"),
+    [("none", {}), ("fake", {"num_speculative_tokens": 0})],
+    ids=["none", "k-0"],
+)
+def test_other_words_for_plain_decoding(
+    model: Any, proposer: str, speculative: dict[str, Any]
+) -> None:
+    runner = build(plugins(spec()), model, proposer=proposer, speculative=speculative)
+    assert (runner.proposer, runner.num_speculative_tokens) == (None, 0)
+    assert Fake.built == []
+
+
+def test_a_pool_that_no_memory_holds_is_an_error(model: Any) -> None:
+    with pytest.raises(ConfigError, match=r"num_blocks=1000000000000: a KV cache of .* GiB"):
+        build(plugins(spec()), model, num_blocks=10**12)
 
 
 class Unloadable(Fake):

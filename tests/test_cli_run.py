@@ -99,6 +99,8 @@ def test_speculation_and_settings_change_no_token(run: Run) -> None:
     for extra in (
         ("--proposer", "ngram"),
         ("--proposer", "ngram", "-k", "2", "--set", "prompt_lookup_min=2"),
+        ("--proposer", "ngram", "-k", "40"),
+        ("--proposer", "ngram", "-k", "0"),
         ("--proposer", "adversaries:Random"),
     ):
         drafted = json.loads(run(*common, *extra)[1])
@@ -133,7 +135,8 @@ def test_no_stats_prints_no_figures(run: Run) -> None:
         (("x", "--proposer", "ngrm"), "did you mean 'ngram'?"),
         (("x", "--proposer", "a,b"), "chains of proposers are not supported"),
         (("x", "--proposer", "none", "-k", "3"), "num_speculative_tokens would have no effect"),
-        (("x", "--proposer", "ngram", "-k", "0"), "num_speculative_tokens=0"),
+        (("x", "--proposer", "ngram", "-k", "-1"), "num_speculative_tokens=-1"),
+        (("x\udcff",), "no valid text"),
         (("x", "--temperature", "-1"), "temperature=-1.0"),
         (("x", "--top-p", "0"), "top_p=0.0"),
         (("x", "--max-tokens", "0"), "max_tokens=0"),

@@ -43,11 +43,21 @@ def test_a_prompt_is_text_or_token_ids(prompts: Any, expected: list[list[int]]) 
         ([[7], [8] * 200], {}, r"prompt 1 has 200 tokens; with max_model_len=200 at most 199"),
         ([[7], [8, VOCAB_SIZE]], {}, r"prompt 1: token id 300 at index 1 is not in the vocabulary"),
         ([[7], [-1]], {}, r"prompt 1: token id -1 at index 0"),
+        (["a", "b\udcff"], {}, r"prompt 1 is no valid text: character 1 is"),
         (["a", 3.5], {}, r"prompt 1=3.5: expected a text or a list of token ids"),
         ({"a": 1}, {}, r"prompts=\{'a': 1\}: expected"),
         (["a"], {"stop_token_ids": [VOCAB_SIZE]}, r"stop_token_ids: 300 is not in the vocabulary"),
     ],
-    ids=["empty", "too-long", "id-too-large", "negative-id", "number", "dict", "stop-id"],
+    ids=[
+        "empty",
+        "too-long",
+        "id-too-large",
+        "negative-id",
+        "surrogate",
+        "number",
+        "dict",
+        "stop-id",
+    ],
 )
 def test_a_wrong_request_is_refused_before_anything_is_started(
     prompts: Any, values: dict[str, Any], message: str
@@ -81,6 +91,28 @@ def test_each_prompt_may_have_its_own_params() -> None:
         llm.generate("x", [params(), params()])
     with pytest.raises(RequestError, match=r"params=\{'max_tokens': 3\}: expected SamplingParams"):
         llm.generate("x", [{"max_tokens": 3}])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("wrong", [3, "greedy", {"max_tokens": 1}, [{"max_tokens": 1}]], ids=repr)
+def test_params_that_are_none_are_refused(wrong: Any) -> None:
+    with pytest.raises(RequestError, match=r"params=.*: expected SamplingParams"):
+        fake_llm().generate("x", wrong)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_token": 3}, r"no setting 'max_token'; did you mean 'max_tokens'\?"),
+        ({"top_p": 0}, r"top_p=0: input should be greater than 0"),
+        ({"n": 2}, r"n=2 is not supported by this version"),
+        ({"min_tokens": 17}, r"min_tokens=17 must not exceed max_tokens=16"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_wrong_sampling_params_are_one_sentence(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        SamplingParams(**values)
+    assert "\n" not in str(error.value)
 
 
 def test_params_default_to_sampling_params() -> None:
@@ -185,7 +217,7 @@ def test_the_worker_gets_resolved_sampling_data() -> None:
         ({"num_speculative_token": 3}, "did you mean 'num_speculative_tokens'"),
         ({"speculative": {}}, "no setting 'speculative'"),
         ({"block_size": 0}, "block_size=0: input should be greater than or equal to 1"),
-        ({"num_speculative_tokens": 0}, "num_speculative_tokens=0: input should be greater"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens=-1: input should be greater"),
         ({"verification": "block"}, "verification='block'"),
         ({"worker": "process"}, "worker='process' is not supported by this version"),
         ({"dtype": "int4"}, "dtype='int4'"),

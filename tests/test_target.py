@@ -76,7 +76,7 @@ def message(kind: type[ForesayError], *arguments: Any, **settings: Any) -> str:
     """The error that loading ends in."""
     with pytest.raises(kind) as error:
         load_target(*arguments, **settings)
-    assert type(error.value) is kind
+    assert isinstance(error.value, kind)
     return str(error.value)
 
 

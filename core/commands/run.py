@@ -13,6 +13,7 @@ from foresay.core.commands import options
 from foresay.core.commands.report import report
 from foresay.core.config import SamplingParams, build_settings
 from foresay.core.errors import RequestError
+from foresay.core.inputs import check_text
 from foresay.core.stats import RequestStats
 
 _INTERRUPTED = 130
@@ -51,6 +52,7 @@ def run(
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise RequestError("the prompt is empty")
+    check_text(text, "the prompt")
     params = build_settings(
         SamplingParams,
         {
@@ -70,6 +72,7 @@ def run(
         drafter=drafter,
         k=k,
         settings=settings,
+        max_num_seqs=1,
         dtype=dtype,
         device=device,
     ) as llm:

@@ -11,7 +11,7 @@ import sys
 import time
 from dataclasses import dataclass
 from importlib import resources
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -50,8 +50,14 @@ def showcase(
 ) -> None:
     """Answer three prompts without and with a proposer, and compare: equal ids, and the speed."""
     plugins: PluginManager = context.obj
-    plain = options.open_llm(model, plugins=plugins, proposer="none", dtype=dtype)
-    drafting = options.open_llm(model, plugins=plugins, proposer=proposer, k=k, dtype=dtype)
+    common: dict[str, Any] = {
+        "plugins": plugins,
+        "dtype": dtype,
+        "max_num_seqs": 1,
+        "enable_prefix_caching": False,  # every round computes its prompt
+    }
+    plain = options.open_llm(model, proposer="none", **common)
+    drafting = options.open_llm(model, proposer=proposer, k=k, **common)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     rows: list[list[str]] = []
     all_plain: list[_Timed] = []

@@ -148,10 +148,12 @@ def _choose(
         else:
             name, why = automatic.proposer, automatic.reason
             drafter = drafter or automatic.drafter
-    if name is None:
+    if name is None or name == "none":
         _refuse_settings_without_proposer(speculative)
         return None
     spec = plugins.resolve_proposer(name)
+    if speculative.num_speculative_tokens == 0:  # plain decoding, by way of k
+        return None
     known = isinstance(name, str) and ":" not in name
     owner = plugins.proposer_owner(spec.name) if known else "given as a class"
     return _Choice(spec, owner, _proposer_config(spec, speculative, plugins, drafter), why)
@@ -296,5 +298,5 @@ def _build_proposer(
 def _described(choice: _Choice | None, speculative: SpeculativeConfig, num_drafts: int) -> str:
     if choice is None:
         return "none" + (" (none is installed)" if speculative.proposer == "auto" else "")
-    why = f" ({choice.why})" if choice.why else ""
+    why = f" (auto: {choice.why})" if choice.why else ""
     return f"{choice.spec.name}{why}, {num_drafts} tokens a step at most"

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from foresay.core.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
@@ -91,9 +93,17 @@ class KVCache:
         self.scratch_slot = (num_blocks + 1) * block_size
         num_slots = (num_blocks + 2) * block_size
 
-        self.layers = [
-            LayerCache(layer, _zeros((num_slots, layer.width), dtype, device)) for layer in layout
-        ]
+        try:
+            self.layers = [
+                LayerCache(layer, _zeros((num_slots, layer.width), dtype, device))
+                for layer in layout
+            ]
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            size = num_blocks * block_bytes(layout, block_size, dtype)
+            raise ConfigError(
+                f"num_blocks={num_blocks}: a KV cache of {size / 2**30:.1f} GiB does not fit in "
+                "memory; lower num_blocks"
+            ) from error
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Zero whole blocks: one NaN in a masked slot would poison attention."""
