@@ -5,6 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -55,22 +56,6 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-def _refuse_later(values: Any, defaults: Mapping[str, Any]) -> Any:
-    """Accept the documented default of a parameter that later versions bring; refuse the rest."""
-    if not isinstance(values, Mapping):
-        return values
-    values = dict(values)
-    for name, default in defaults.items():
-        if name in values:
-            given = values.pop(name)
-            if given != default and given not in (None, {}, [], ()):
-                raise ValueError(
-                    f"{name}={given!r} is not supported by this version of foresay; "
-                    f"leave it at {default!r}"
-                )
-    return values
-
-
 class SamplingParams(_Frozen):
     """How one request is sampled and when it stops. A wrong value or name is a `ConfigError`."""
 
@@ -109,28 +94,47 @@ class SamplingParams(_Frozen):
         description="Most drafts per step for this request; 0: none. It can only lower the "
         "engine's setting.",
     )
+    n: int = Field(default=1, ge=1, description="How many outputs for the prompt.")
+    logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        description="Report the log probability of each output token and of that many of the "
+        "likeliest; None: of none.",
+    )
+    logit_bias: dict[int, float] = Field(
+        default_factory=dict, description="Added to the logits of these token ids."
+    )
+    allowed_token_ids: tuple[int, ...] | None = Field(
+        default=None, min_length=1, description="The only tokens to choose from; None: all."
+    )
+    bad_words: tuple[str, ...] = Field(default=(), description="Texts that are never produced.")
+    repetition_penalty: float = Field(
+        default=1.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="Above 1: tokens of the prompt and the output become less likely.",
+    )
+    presence_penalty: float = Field(
+        default=0.0,
+        ge=-2.0,
+        le=2.0,
+        description="Subtracted from the logit of each token that the output has.",
+    )
+    frequency_penalty: float = Field(
+        default=0.0,
+        ge=-2.0,
+        le=2.0,
+        description="The same, times how often the output has it.",
+    )
+    prediction: str | tuple[int, ...] | None = Field(
+        default=None,
+        description="What the output will probably be, as text or token ids, for proposers that "
+        "draft from it. It changes the time only.",
+    )
 
-    @model_validator(mode="before")
+    @field_validator("stop", "bad_words", mode="before")
     @classmethod
-    def _later(cls, values: Any) -> Any:
-        return _refuse_later(
-            values,
-            {
-                "n": 1,
-                "logprobs": None,
-                "logit_bias": None,
-                "allowed_token_ids": None,
-                "bad_words": None,
-                "repetition_penalty": 1.0,
-                "presence_penalty": 0.0,
-                "frequency_penalty": 0.0,
-                "prediction": None,
-            },
-        )
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _one_stop_string(cls, value: Any) -> Any:
+    def _one_string(cls, value: Any) -> Any:
         if value is None:
             return ()
         return (value,) if isinstance(value, str) else value
@@ -140,6 +144,11 @@ class SamplingParams(_Frozen):
     def _no_stop_ids(cls, value: Any) -> Any:
         return () if value is None else value
 
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _no_bias(cls, value: Any) -> Any:
+        return {} if value is None else value
+
     @model_validator(mode="after")
     def _consistent(self) -> SamplingParams:
         if self.min_tokens > self.max_tokens:
@@ -148,6 +157,12 @@ class SamplingParams(_Frozen):
             )
         if "" in self.stop:
             raise ValueError("stop: an empty string would stop every output at once")
+        for token_id, bias in self.logit_bias.items():
+            if math.isnan(bias) or bias == math.inf:
+                raise ValueError(
+                    f"logit_bias: {bias} for token id {token_id}: expected a number, or -inf to "
+                    "ban the token"
+                )
         return self
 
     @property
@@ -174,8 +189,10 @@ class SpeculativeConfig(_Frozen):
     drafter: str | None = Field(
         default=None, description="The drafter's weights: a folder or a registered name."
     )
-    verification: Literal["auto"] = Field(
-        default="auto", description="The verification rule; this version has 'auto' only."
+    verification: Literal["auto", "coupled", "rejection", "block"] = Field(
+        default="auto",
+        description="How drafts that were sampled are verified; 'auto': 'coupled' for requests "
+        "with a seed, whose text then depends on the seed alone, else 'block'.",
     )
 
 
@@ -212,13 +229,12 @@ class EngineConfig(_Frozen):
         description="Compute each row independently of its batch where the library kernels "
         "allow it; False trades that for speed.",
     )
+    worker: Literal["inline", "process"] = Field(
+        default="inline",
+        description="Where the model runs: in this process, or in one of its own.",
+    )
     strict: bool = Field(default=False, description="Raise on a proposer's fault (for tests).")
     speculative: SpeculativeConfig = Field(default_factory=SpeculativeConfig)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _later(cls, values: Any) -> Any:
-        return _refuse_later(values, {"worker": "inline"})
 
     @field_validator("model", mode="before")
     @classmethod

@@ -8,6 +8,10 @@ Down goes `SchedulerOutput`; up come `ModelRunnerOutput` and, after the tokens w
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
+
+# How a draft that the sampler drew is verified; any other draft is deterministic.
+VerificationRule = Literal["coupled", "rejection", "block"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +20,9 @@ class SamplingData:
 
     `temperature` below 1e-5 is greedy. `top_k` 0 is off. `seed` is in [0, 2**64). Until
     `min_tokens` output tokens exist, every id of `stop_token_ids` (EOS included unless ignored)
-    is masked on the row that would produce it.
+    is masked on the row that would produce it. `logprobs` None: none are wanted; else of how many
+    of the likeliest tokens, beside the sampled one. `sample_index` is the output's index among the
+    `n` of its prompt, which share a seed.
     """
 
     temperature: float
@@ -26,6 +32,15 @@ class SamplingData:
     seed: int
     min_tokens: int
     stop_token_ids: tuple[int, ...]
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences that must not come about
+    repetition_penalty: float = 1.0  # 1: off
+    presence_penalty: float = 0.0  # 0: off
+    frequency_penalty: float = 0.0  # 0: off
+    logprobs: int | None = None
+    sample_index: int = 0
+    verification: VerificationRule = "coupled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +53,7 @@ class NewRequest:
     num_computed_tokens: int  # positions whose KV is in the blocks already (prefix hit)
     block_ids: list[int]
     sampling: SamplingData
+    prediction_ids: list[int] = field(default_factory=list)  # what the caller expects as output
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +95,16 @@ class ModelRunnerOutput:
 
     `sampled_token_ids[r]`: accepted drafts, then one recovered or bonus token; 1..1+drafts ids.
     `failed[r]`: why request r can't go on (a non-finite row, no token allowed); r then has no
-    sampled ids. A request is in exactly one of the two.
+    sampled ids. A request is in exactly one of the two. `logprobs[r]`, for who asked: one dict per
+    sampled id, token id -> log probability before all sampling parameters; the sampled id comes
+    first, then the likeliest. `faults` counts what verification met and survived, by kind.
     """
 
     step_id: int
     sampled_token_ids: dict[str, list[int]]
     failed: dict[str, str] = field(default_factory=dict)
+    logprobs: dict[str, list[dict[int, float]]] = field(default_factory=dict)
+    faults: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +112,11 @@ class DraftTokenIds:
     """Drafts made after a step, with the committed length (number of tokens) each was made for.
 
     A draft whose length is not the request's `num_tokens` is dropped by the scheduler.
-    `faults` counts what the core mended or survived in this call, by kind.
+    `proposers` names who made each draft. `faults` counts what the core mended or survived in this
+    call, by kind.
     """
 
     draft_token_ids: dict[str, list[int]]
     num_tokens: dict[str, int]
+    proposers: dict[str, str] = field(default_factory=dict)
     faults: dict[str, int] = field(default_factory=dict)

@@ -84,6 +84,37 @@ class DraftRequest:
     token_ids: Sequence[int]
     num_new_tokens: int  # output tokens this step committed; 0: the prompt is not complete yet
     k: int  # most draft tokens wanted; 0: draft nothing
+    # Text that the caller expects as output, tokenized; usually empty. For `Needs.prediction` only.
+    prediction_ids: Sequence[int] = ()
+
+
+class DraftSampler(Protocol):
+    """Draws draft tokens from a drafter's logits as a request's sampling parameters ask.
+
+    Drawing keeps acceptance up where texts are sampled: what a draft is drawn from is known
+    exactly, so the target can accept it with the greatest probability there is. Declare
+    `Needs(sampled=True)` to have one.
+    """
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        step: int,
+        rows: Sequence[int],
+        draft_to_target: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Draw the draft tokens number `step` (from 0) of the requests `rows`; return target ids.
+
+        `logits` [len(rows), draft_vocab], any float dtype, only read. `rows` are indices into
+        `DraftInput.requests`, of requests that still draft. `draft_to_target` [draft_vocab] int64
+        gives each draft id's target id, None: they are the same; several draft ids of one target
+        id count together. Returns [len(rows)] int64.
+
+        What was drawn *is* the request's draft: return it as it is. A request may stop after any
+        token, before the next is drawn. Greedy requests get the likeliest token. Raises
+        `ValueError` for a step that a row has drawn already, skipped, or that exceeds its k.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +122,7 @@ class DraftInput:
     """A step's requests. Row order may change from step to step: key your state by `req_id`."""
 
     requests: Sequence[DraftRequest]
+    sampler: DraftSampler | None = None  # None unless `Needs.sampled` was declared
 
 
 @dataclass(slots=True)

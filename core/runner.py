@@ -44,7 +44,11 @@ class Runner(Protocol):
 
     @property
     def proposer_name(self) -> str | None:
-        """Who drafts; None: nobody."""
+        """Who drafts, "a,b" for a chain; None: nobody."""
+
+    @property
+    def takes_prediction(self) -> bool:
+        """Whether a proposer drafts from the output that a caller expects."""
 
     @property
     def row_invariant(self) -> bool:
@@ -60,4 +64,8 @@ class Runner(Protocol):
 
     def draft(self, finished_req_ids: Sequence[str]) -> DraftTokenIds | None:
         """Draft after the step executed last, but not for the finished; None: nothing to say."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the model. Calling it again changes nothing."""
         ...
