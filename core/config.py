@@ -94,7 +94,9 @@ class SamplingParams(_Frozen):
         description="Most drafts per step for this request; 0: none. It can only lower the "
         "engine's setting.",
     )
-    n: int = Field(default=1, ge=1, description="How many outputs for the prompt.")
+    n: int = Field(
+        default=1, ge=1, description="How many outputs for the prompt; greedy ones are all equal."
+    )
     logprobs: int | None = Field(
         default=None,
         ge=0,
@@ -176,7 +178,8 @@ class SpeculativeConfig(_Frozen):
 
     proposer: str | None = Field(
         default="auto",
-        description="A proposer's name, 'module:Class', 'auto', or None (plain decoding).",
+        description="A proposer's name, 'module:Class', a chain of these ('a,b': the first that "
+        "has a draft), 'auto', or None (plain decoding).",
     )
     num_speculative_tokens: int | None = Field(
         default=None,
@@ -184,10 +187,13 @@ class SpeculativeConfig(_Frozen):
         description="Most drafts per step; None: the proposer's own best; 0: none.",
     )
     proposer_settings: dict[str, Any] = Field(
-        default_factory=dict, description="The proposer's own settings."
+        default_factory=dict,
+        description="The proposer's own settings; for a chain, each proposer's by its name.",
     )
-    drafter: str | None = Field(
-        default=None, description="The drafter's weights: a folder or a registered name."
+    drafter: str | dict[str, str] | None = Field(
+        default=None,
+        description="The drafter's weights: a folder or a registered name; for a chain, by the "
+        "proposer's name.",
     )
     verification: Literal["auto", "coupled", "rejection", "block"] = Field(
         default="auto",

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from foresay.core.config import (
     MAX_SEED,
@@ -19,8 +19,8 @@ from foresay.core.config import (
     SpeculativeConfig,
     build_settings,
 )
-from foresay.core.errors import ConfigError, RequestError, nearest
-from foresay.core.messages import SamplingData
+from foresay.core.errors import ConfigError, PromptTooLongError, RequestError, nearest
+from foresay.core.messages import SamplingData, VerificationRule
 
 Prompt = str | Sequence[int]  # text, or token ids
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}, as chat templates take it
@@ -38,7 +38,7 @@ def engine_config(
     """
     speculative = [name for name in SpeculativeConfig.model_fields if name != "proposer"]
     known = [name for name in EngineConfig.model_fields if name not in ("model", "speculative")]
-    known += [*speculative, "worker"]
+    known += speculative
     for name in settings:
         if name not in known:
             raise ConfigError(
@@ -78,14 +78,25 @@ class InputProcessor:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         seed: int,
+        verification: VerificationRule | Literal["auto"] = "auto",
+        proposer_name: str | None = None,
+        takes_prediction: bool = False,
     ) -> None:
-        """`tokenizer` None: token ids in, ids out. `seed` seeds requests without their own."""
+        """`tokenizer` None: token ids in, ids out. `seed` seeds requests without their own.
+
+        `verification` is the engine's setting; `takes_prediction`: whether its proposer drafts from
+        a prediction.
+        """
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self._seed = seed
         self._num_seeds = 0
+        self._verification = verification
+        self._proposer_name = proposer_name
+        self._takes_prediction = takes_prediction
+        self._bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = ((), ())  # the last
 
     def prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
         """Return the token ids of one prompt or of several, in order, each checked.
@@ -139,6 +150,7 @@ class InputProcessor:
             if not isinstance(one, SamplingParams):
                 raise RequestError(f"params={_show(one)}: expected SamplingParams(...)")
             self._check_params(one)
+            self._check_prediction(one)
         if len(each) != num_prompts:
             raise RequestError(
                 f"{len(each)} SamplingParams for {num_prompts} prompts: give one for all, "
@@ -159,7 +171,58 @@ class InputProcessor:
             seed=self._next_seed() if params.seed is None else params.seed % MAX_SEED,
             min_tokens=params.min_tokens,
             stop_token_ids=tuple(sorted(stop_token_ids)),
+            logit_bias=tuple(params.logit_bias.items()),
+            allowed_token_ids=_distinct(params.allowed_token_ids),
+            bad_words_token_ids=self._bad_words_token_ids(params.bad_words),
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            logprobs=params.logprobs,
+            verification=self._rule(params),
         )
+
+    def _rule(self, params: SamplingParams) -> VerificationRule:
+        # With `coupled` the text depends on the seed alone, which is what a given seed asks for.
+        if self._verification == "auto":
+            return "block" if params.seed is None else "coupled"
+        return self._verification
+
+    def _bad_words_token_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the distinct ways to write each word: as a text begins, and after a space.
+
+        The words of all requests of one call are mostly the same: the last result is kept.
+        """
+        if words != self._bad_words[0]:
+            sequences: dict[tuple[int, ...], None] = {}
+            for word in words:
+                sequences |= dict.fromkeys(self._spellings(word))
+            self._bad_words = (words, tuple(sequences))
+        return self._bad_words[1]
+
+    def _spellings(self, word: str) -> list[tuple[int, ...]]:
+        if self.tokenizer is None:
+            raise RequestError(
+                f"bad_words={_show(word)}: words need a tokenizer, and this LLM has none; use "
+                "logit_bias"
+            )
+        check_text(word, f"bad_words: {word!r}")
+        # Of a word that is nothing but white space (a line break) only that itself is meant.
+        bare = word.lstrip()
+        texts = [bare, " " + bare] if bare else [word]
+        tokenized = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        if not all(tokenized):
+            raise RequestError(f"bad_words: {word!r} has no tokens: there is nothing to ban")
+        for token_ids in tokenized:
+            self._check_ids(f"bad_words: in {word!r}", token_ids)
+        return [tuple(token_ids) for token_ids in tokenized]
+
+    def prediction_ids(self, params: SamplingParams) -> list[int]:
+        """Return the checked `params.prediction` as token ids: a text without special tokens."""
+        if isinstance(params.prediction, str):
+            if not params.prediction:
+                return []
+            return list(self.tokenizer(params.prediction, add_special_tokens=False)["input_ids"])
+        return list(params.prediction or ())
 
     def _next_seed(self) -> int:
         """Hash the engine's seed and a counter: distinct, and the same in every run."""
@@ -218,7 +281,7 @@ class InputProcessor:
         if not token_ids:
             raise RequestError(f"{where} is empty: a model needs at least one token to go on from")
         if len(token_ids) >= self.max_model_len:
-            raise RequestError(
+            raise PromptTooLongError(
                 f"{where} has {len(token_ids)} tokens; with max_model_len={self.max_model_len} at "
                 f"most {self.max_model_len - 1} leave room for an output"
             )
@@ -236,10 +299,48 @@ class InputProcessor:
                 f"stop={params.stop!r}: stop strings need a tokenizer, and this LLM has none; "
                 "use stop_token_ids"
             )
-        for token_id in params.stop_token_ids:
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", params.logit_bias)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._bad_words_token_ids(params.bad_words)
+        if params.logprobs is not None and params.logprobs > self.vocab_size:
+            raise RequestError(
+                f"logprobs={params.logprobs}: the vocabulary has {self.vocab_size} tokens"
+            )
+
+    def _check_ids(self, where: str, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
             if not 0 <= token_id < self.vocab_size:
                 raise RequestError(
-                    f"stop_token_ids: {token_id} is not in the vocabulary, range({self.vocab_size})"
+                    f"{where}: token id {token_id} is not in the vocabulary, "
+                    f"range({self.vocab_size})"
+                )
+
+    def _check_prediction(self, params: SamplingParams) -> None:
+        prediction = params.prediction
+        if not prediction:  # an empty one predicts nothing
+            return
+        if not self._takes_prediction:
+            who = f"proposer {self._proposer_name!r} takes none"
+            if self._proposer_name is None:
+                who = "there is no proposer"
+            raise RequestError(
+                f"prediction={_show(prediction)} would have no effect: {who}; leave it out, or use "
+                "a proposer that drafts from it (one with Needs(prediction=True), such as 'ngram')"
+            )
+        if isinstance(prediction, str):
+            if self.tokenizer is None:
+                raise RequestError(
+                    f"prediction={_show(prediction)} is text, and this LLM has no tokenizer: give "
+                    "token ids, or LLM(..., tokenizer=...)"
+                )
+            check_text(prediction, "prediction")
+            return
+        for index, token_id in enumerate(prediction):
+            if not 0 <= token_id < self.vocab_size:
+                raise RequestError(
+                    f"prediction: token id {token_id} at index {index} is not in the vocabulary, "
+                    f"range({self.vocab_size})"
                 )
 
 
@@ -252,6 +353,10 @@ def check_text(text: str, where: str) -> None:
             f"{where} is no valid text: character {error.start} is {text[error.start]!r}, half of "
             "a pair; was it read as UTF-8?"
         ) from None
+
+
+def _distinct(token_ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    return None if token_ids is None else tuple(sorted(set(token_ids)))
 
 
 def _to_list(value: Any) -> Any:

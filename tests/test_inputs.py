@@ -9,9 +9,9 @@ import pytest
 from fake_engine import ALPHABET, BOS, EOS, VOCAB_SIZE, CharTokenizer, fake_llm, ids, params
 
 from foresay import SamplingParams
-from foresay.core.engine import LLM
 from foresay.core.errors import ConfigError, RequestError
 from foresay.core.inputs import engine_config
+from foresay.core.llm import LLM
 
 # -- what goes in --------------------------------------------------------------------------------
 
@@ -46,7 +46,14 @@ def test_a_prompt_is_text_or_token_ids(prompts: Any, expected: list[list[int]]) 
         (["a", "b\udcff"], {}, r"prompt 1 is no valid text: character 1 is"),
         (["a", 3.5], {}, r"prompt 1=3.5: expected a text or a list of token ids"),
         ({"a": 1}, {}, r"prompts=\{'a': 1\}: expected"),
-        (["a"], {"stop_token_ids": [VOCAB_SIZE]}, r"stop_token_ids: 300 is not in the vocabulary"),
+        (["a"], {"stop_token_ids": [VOCAB_SIZE]}, r"stop_token_ids: token id 300 is not in"),
+        (["a"], {"logit_bias": {VOCAB_SIZE: 1.0}}, r"logit_bias: token id 300 is not in"),
+        (["a"], {"logit_bias": {-1: 1.0}}, r"logit_bias: token id -1 is not in"),
+        (["a"], {"allowed_token_ids": [7, 300]}, r"allowed_token_ids: token id 300 is not in"),
+        (["a"], {"bad_words": ["ok", "\u4e2d"]}, r"bad_words: in '\u4e2d': token id 20013 is not"),
+        (["a"], {"bad_words": ["ok", ""]}, r"bad_words: '' has no tokens: there is nothing to ban"),
+        (["a"], {"bad_words": ["b\udcff"]}, r"bad_words: 'b\\udcff' is no valid text"),
+        (["a"], {"logprobs": VOCAB_SIZE + 1}, r"logprobs=301: the vocabulary has 300 tokens"),
     ],
     ids=[
         "empty",
@@ -57,6 +64,13 @@ def test_a_prompt_is_text_or_token_ids(prompts: Any, expected: list[list[int]]) 
         "number",
         "dict",
         "stop-id",
+        "bias-id",
+        "negative-bias-id",
+        "allowed-id",
+        "bad-word-id",
+        "empty-bad-word",
+        "bad-word-surrogate",
+        "logprobs",
     ],
 )
 def test_a_wrong_request_is_refused_before_anything_is_started(
@@ -75,8 +89,9 @@ def test_a_wrong_request_is_refused_before_anything_is_started(
     [
         (["a"], {}, "prompt 0 is text, and this LLM has no tokenizer"),
         ([7], {"stop": "x"}, "stop strings need a tokenizer"),
+        ([7], {"bad_words": "x"}, "bad_words='x': words need a tokenizer"),
     ],
-    ids=["text", "stop-string"],
+    ids=["text", "stop-string", "bad-words"],
 )
 def test_text_needs_a_tokenizer(prompts: Any, values: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
@@ -104,7 +119,11 @@ def test_params_that_are_none_are_refused(wrong: Any) -> None:
     [
         ({"max_token": 3}, r"no setting 'max_token'; did you mean 'max_tokens'\?"),
         ({"top_p": 0}, r"top_p=0: input should be greater than 0"),
-        ({"n": 2}, r"n=2 is not supported by this version"),
+        ({"n": 0}, r"n=0: input should be greater than or equal to 1"),
+        ({"allowed_token_ids": []}, r"allowed_token_ids=\[\]: .* at least 1 item"),
+        ({"logit_bias": {3: float("nan")}}, r"logit_bias: nan for token id 3: expected a number"),
+        ({"repetition_penalty": 0}, r"repetition_penalty=0: input should be greater than 0"),
+        ({"frequency_penalty": 2.1}, r"frequency_penalty=2.1: input should be less than or equal"),
         ({"min_tokens": 17}, r"min_tokens=17 must not exceed max_tokens=16"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -206,6 +225,97 @@ def test_the_worker_gets_resolved_sampling_data() -> None:
     assert llm.runner.sampling[third.request_id].top_k == 40
 
 
+def test_the_worker_gets_the_parameters_that_change_logits() -> None:
+    llm = fake_llm()
+    given = params(5, logit_bias={9: 1.5, 4: -float("inf")}, allowed_token_ids=[120, 99, 99, 0],
+                   bad_words=["no"], repetition_penalty=1.2, presence_penalty=0.5,
+                   frequency_penalty=-0.25, logprobs=3)  # fmt: skip
+    first, second = llm.generate(["a", "b"], [given, params(5)])
+    sampling = llm.runner.sampling[first.request_id]
+    assert sampling.logit_bias == ((9, 1.5), (4, -float("inf")))
+    assert sampling.allowed_token_ids == (0, 99, 120)
+    assert sampling.bad_words_token_ids == (tuple(ids("no")), tuple(ids(" no")))
+    assert sampling.repetition_penalty == 1.2
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.25)
+    assert sampling.logprobs == 3
+    plain = llm.runner.sampling[second.request_id]
+    assert (plain.logit_bias, plain.allowed_token_ids, plain.bad_words_token_ids) == ((), None, ())
+    assert plain.repetition_penalty == 1.0
+    assert (plain.presence_penalty, plain.frequency_penalty, plain.logprobs) == (0.0, 0.0, None)
+
+
+def test_logprobs_may_be_asked_of_the_whole_vocabulary_and_of_no_other_token() -> None:
+    llm = fake_llm()
+    outputs = llm.generate(["a", "b"], [params(1, logprobs=VOCAB_SIZE), params(1, logprobs=0)])
+    asked = [llm.runner.sampling[output.request_id].logprobs for output in outputs]
+    assert asked == [VOCAB_SIZE, 0]
+
+
+WORD_TOKENS = {"cat": [5], " cat": [6], "dog": [7, 8], " dog": [9], "emu": [4], " emu": [4],
+               "\n": [3]}  # fmt: skip
+
+
+class WordTokenizer(CharTokenizer):
+    """Like byte-pair encodings: after a space a word is another token, or other tokens."""
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [BOS] * add_special_tokens + WORD_TOKENS.get(text, [])}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["cat"], [(5,), (6,)]),
+        ([" cat"], [(5,), (6,)]),
+        ("cat", [(5,), (6,)]),
+        (["dog"], [(7, 8), (9,)]),
+        (["emu"], [(4,)]),
+        (["dog", "cat", " dog", "emu"], [(7, 8), (9,), (5,), (6,), (4,)]),
+        (["\n"], [(3,)]),
+        ([], []),
+        (None, []),
+    ],
+    ids=["two-tokens", "with-a-space", "one-text", "other-length", "same", "repeated",
+         "white-space", "empty", "none"],
+)  # fmt: skip
+def test_a_bad_word_is_banned_as_it_begins_a_text_and_after_a_space(
+    words: Any, expected: list[tuple[int, ...]]
+) -> None:
+    llm = fake_llm(tokenizer=WordTokenizer())
+    (output,) = llm.generate([[7]], params(1, bad_words=words))
+    assert llm.runner.sampling[output.request_id].bad_words_token_ids == tuple(expected)
+
+
+def test_bad_words_are_those_of_each_request() -> None:
+    llm = fake_llm(tokenizer=WordTokenizer())
+    given = [params(1, bad_words=words) for words in (["cat"], [], ["emu"], ["cat"], ["cat"])]
+    outputs = llm.generate([[7]] * 5, given)
+    found = [llm.runner.sampling[output.request_id].bad_words_token_ids for output in outputs]
+    assert found == [((5,), (6,)), (), ((4,),), ((5,), (6,)), ((5,), (6,))]
+    with pytest.raises(RequestError, match="'eel' has no tokens"):
+        llm.generate([[7]], params(1, bad_words=["eel"]))
+    with pytest.raises(RequestError, match="'eel' has no tokens"):  # not remembered as good
+        llm.generate([[7]], params(1, bad_words=["eel"]))
+
+
+@pytest.mark.parametrize(
+    ("verification", "unseeded", "seeded"),
+    [
+        ("auto", "block", "coupled"),
+        ("coupled", "coupled", "coupled"),
+        ("rejection", "rejection", "rejection"),
+        ("block", "block", "block"),
+    ],
+)
+def test_a_seed_chooses_the_rule_unless_the_engine_has_one(
+    verification: str, unseeded: str, seeded: str
+) -> None:
+    llm = fake_llm(verification=verification)
+    outputs = llm.generate(["a", "b"], [params(1), params(1, seed=0)])
+    rules = [llm.runner.sampling[output.request_id].verification for output in outputs]
+    assert rules == [unseeded, seeded]
+
+
 # -- settings, and the end -----------------------------------------------------------------------
 
 
@@ -218,8 +328,8 @@ def test_the_worker_gets_resolved_sampling_data() -> None:
         ({"speculative": {}}, "no setting 'speculative'"),
         ({"block_size": 0}, "block_size=0: input should be greater than or equal to 1"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens=-1: input should be greater"),
-        ({"verification": "block"}, "verification='block'"),
-        ({"worker": "process"}, "worker='process' is not supported by this version"),
+        ({"verification": "typical"}, "verification='typical': input should be 'auto', 'coupled'"),
+        ({"worker": "thread"}, "worker='thread': input should be 'inline' or 'process'"),
         ({"dtype": "int4"}, "dtype='int4'"),
     ],
     ids=["typo", "tokenizer", "speculative-typo", "nested", "block-size", "k", "rule", "worker",

@@ -18,7 +18,15 @@ from transformers import (
 
 from foresay.core.messages import SamplingData
 from foresay.core.worker.noise import NoiseKey, exponential, vocabulary_words
-from foresay.core.worker.sampling import Row, RowError, sample, survivors, target_probs
+from foresay.core.worker.processors import Context
+from foresay.core.worker.sampling import (
+    Row,
+    RowError,
+    row_logprobs,
+    sample,
+    survivors,
+    target_probs,
+)
 
 INF = float("inf")
 
@@ -37,9 +45,15 @@ def make_sampling(**changes: Any) -> SamplingData:
 
 
 def make_row(
-    logits: torch.Tensor | list[float], position: int = 0, output_index: int = 0, **changes: Any
+    logits: torch.Tensor | list[float],
+    position: int | None = None,
+    output_index: int = 0,
+    **changes: Any,
 ) -> Row:
-    return Row(torch.as_tensor(logits), make_sampling(**changes), position, output_index)
+    """A row at `position`; what the tokens before it are plays no part in this file."""
+    tokens = range(output_index if position is None else position)
+    context = Context(make_sampling(**changes), tokens, len(tokens) - output_index)
+    return Row(torch.as_tensor(logits), context)
 
 
 def random_logits(kind: str, size: int, seed: int) -> torch.Tensor:
@@ -297,13 +311,13 @@ def test_a_row_gives_the_same_token_alone_and_in_any_batch(dtype: torch.dtype) -
     # An odd vocabulary, so that rows of the batch lie at every alignment.
     table = torch.stack([random_logits("ordinary", 5001, seed) for seed in range(24)]).to(dtype)
     rows = [
-        Row(logits, make_sampling(seed=i, **list(FILTERS.values())[i % len(FILTERS)]), 7 * i, i)
+        make_row(logits, position=7 * i, seed=i, **list(FILTERS.values())[i % len(FILTERS)])
         for i, logits in enumerate(table)
     ]
     together = sample(rows)
     assert [sample([row])[0] for row in rows] == together
     assert sample(rows[::-1]) == together[::-1]
-    copies = [Row(row.logits.clone(), row.sampling, row.position, row.output_index) for row in rows]
+    copies = [Row(row.logits.clone(), row.context) for row in rows]
     assert sample(copies) == together
     assert len(set(together)) > 12
 
@@ -356,6 +370,11 @@ UNUSABLE = {
         {"temperature": 1e-4},
         r"largest logit, 9.99\d+e\+37, over the temperature 0.0001 exceeds float32",
     ),
+    "negative overflow": (
+        [-1e38, -2e38],
+        {"temperature": 1e-4},
+        r"largest logit, -9.99\d+e\+37, over the temperature 0.0001 exceeds float32",
+    ),
 }
 
 
@@ -380,3 +399,77 @@ def test_a_bad_value_is_found_wherever_it_stands(value: float, dtype: torch.dtyp
             logits = torch.zeros(size, dtype=dtype)
             logits[place] = value
             assert isinstance(sample([make_row(logits, top_k=1)])[0], RowError)
+
+
+def test_each_of_n_outputs_has_its_own_noise() -> None:
+    logits = random_logits("ordinary", 500, 2)
+    rows = [make_row(logits, position=3, seed=11, sample_index=index) for index in range(6)]
+    expected = []
+    for index in range(6):
+        words = vocabulary_words(NoiseKey(11, 3, sample=index), 500, logits.device).tolist()
+        times = [
+            exponential(word) / probability
+            for word, probability in zip(words, logits.softmax(dim=-1).tolist(), strict=True)
+        ]
+        expected.append(times.index(min(times)))
+    assert sample(rows) == expected
+    assert len(set(expected)) > 2
+
+
+# -- logprobs ------------------------------------------------------------------------------------
+
+LOG_PROBS = [math.log(p) for p in (0.125, 0.5, 0.125, 0.0625, 0.125, 0.0625)]
+
+
+@pytest.mark.parametrize(
+    ("token_id", "n", "expected"),
+    [
+        (3, 0, [3]),
+        (3, 1, [3, 1]),
+        (3, 2, [3, 1, 0]),
+        (4, 3, [4, 1, 0, 2]),
+        (1, 3, [1, 0, 2]),
+        (2, 3, [2, 1, 0]),
+        (5, 6, [5, 1, 0, 2, 4, 3]),
+        (5, 99, [5, 1, 0, 2, 4, 3]),
+    ],
+    ids=["none", "likeliest", "tie", "ties", "is likeliest", "is among them", "all", "above V"],
+)
+@pytest.mark.parametrize("shift", [0.0, 7.0], ids=["normalised", "shifted"])
+def test_logprobs_begin_with_the_token_and_go_on_with_the_likeliest_lower_ids_first(
+    token_id: int, n: int, expected: list[int], shift: float
+) -> None:
+    logits = torch.tensor(LOG_PROBS) + shift
+    found = row_logprobs(logits, token_id, n)
+    assert list(found) == expected
+    assert list(found.values()) == pytest.approx([LOG_PROBS[i] for i in expected], abs=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logprobs_are_the_log_softmax_of_the_row_in_float32(dtype: torch.dtype) -> None:
+    logits = (random_logits("partly -inf", 30_001, 8) * 4).to(dtype)
+    before = logits.clone()
+    found = row_logprobs(logits, 17, 20)
+    assert torch.equal(logits, before)
+    exact = logits.double().log_softmax(dim=-1)
+    ranked = sorted(range(len(logits)), key=lambda i: (-logits[i].item(), i))[:20]
+    assert list(found) == [17, *ranked]
+    assert list(found.values()) == pytest.approx(exact[list(found)].tolist(), rel=1e-5, abs=1e-5)
+
+
+def test_logprobs_do_not_depend_on_where_the_row_lies() -> None:
+    table = torch.stack([random_logits("ordinary", 5001, seed) for seed in range(8)])
+    for logits in table:
+        assert row_logprobs(logits, 3, 10) == row_logprobs(logits.clone(), 3, 10)
+
+
+def test_a_token_without_a_chance_has_the_log_probability_of_minus_infinity() -> None:
+    assert row_logprobs(torch.tensor([0.0, -INF]), 1, 2) == {1: -INF, 0: 0.0}
+
+
+def test_of_many_equals_logprobs_name_the_lowest_ids() -> None:
+    logits = torch.zeros(5000)
+    logits[::2] = 1.0
+    assert list(row_logprobs(logits, 7, 60)) == [7, *range(0, 120, 2)]
+    everything = list(row_logprobs(logits, 0, 5000))
+    assert everything == [*range(0, 5000, 2), *range(1, 5000, 2)]

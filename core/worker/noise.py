@@ -106,6 +106,14 @@ def token_words(
     return words.gather(1, (ids % 4).unsqueeze(1)).squeeze(1).split_with_sizes(lengths)
 
 
+def uniforms(keys: Sequence[NoiseKey]) -> list[float]:
+    """Return a number in (0, 1) for each key: (word + 0.5) / 2**32, with the word of token id 0."""
+    counters = torch.tensor([(0, *key.counter_tail) for key in keys]).reshape(-1, 4)
+    philox_keys = torch.tensor([key.philox_key for key in keys]).reshape(-1, 2)
+    words = philox_words(counters.long(), philox_keys.long())[:, 0].tolist()
+    return [(word + 0.5) * 2.0**-32 for word in words]
+
+
 def exponential(word: int) -> float:
     """Turn a word into a standard exponential: -log1p(-(word + 0.5) / 2**32).
 

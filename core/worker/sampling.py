@@ -1,12 +1,14 @@
 """From a row of logits to a token: the request's sampling parameters, and the draw.
 
-Knows one row at a time: its logits, its request's parameters, its position. Does not know drafts;
-the rejection sampler does. A row's outcome depends on that row alone, bit for bit: everything that
-rounds is computed on a fresh tensor of that row's own, never across a batch.
+Knows one row at a time: its logits, its request's parameters, the tokens before it. Does not know
+which drafts get accepted; the rejection sampler does. A row's outcome depends on that row and its
+own prefix alone, bit for bit: everything that rounds is computed on a fresh tensor of that row's
+own, never across a batch.
 
-Order: min_tokens masks the stop ids; temperature; top_k; top_p; min_p. The filters are those of
-transformers' warpers of these names, applied in this order, each on the renormalised rest. Where
-top_p cuts through tokens of equal weight the lower ids stay (transformers leaves it to its sort).
+Order: the processors (see there), whose result also decides greedy rows; temperature; top_k; top_p;
+min_p. The filters are those of transformers' warpers of these names, applied in this order, each on
+the renormalised rest. Where top_p cuts through tokens of equal weight the lower ids stay
+(transformers leaves it to its sort). Logprobs are of the row as the model gave it.
 """
 
 from __future__ import annotations
@@ -14,13 +16,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from foresay.core.config import GREEDY_BELOW
 from foresay.core.errors import ForesayError
 from foresay.core.messages import SamplingData
-from foresay.core.worker.noise import NoiseKey, exponential, token_words, vocabulary_words
+from foresay.core.worker.noise import NoiseKey
+from foresay.core.worker.processors import Context
+from foresay.core.worker.race import Race, draw
 
 # A token that is less likely than this, relative to the likeliest, can't win the race: the
 # exponentials lie in [2**-33, 33 log 2], so it would arrive after 2**5 and the likeliest before 23.
@@ -35,16 +40,32 @@ class RowError(ForesayError):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row to draw a token from. `logits` are only read."""
+    """One row to draw a token from: after a request's committed tokens and `num_drafts` drafts.
+
+    Target rows and the bonus row are made alike. `logits` are only read.
+    """
 
     logits: torch.Tensor  # [vocab_size], any float dtype
-    sampling: SamplingData
-    position: int  # index of the drawn token in the request's tokens
-    output_index: int  # index of the drawn token in the request's output
+    context: Context  # shared by all rows of the request in this step
+    num_drafts: int = 0
+
+    @property
+    def sampling(self) -> SamplingData:
+        """The request's parameters."""
+        return self.context.sampling
+
+    @property
+    def position(self) -> int:
+        """Index of the drawn token in the request's tokens."""
+        return len(self.context.token_ids) + self.num_drafts
+
+    @property
+    def output_index(self) -> int:
+        """Index of the drawn token in the request's output."""
+        return self.position - self.context.num_prompt_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Survivors:
+class Survivors(NamedTuple):
     """The tokens that a row's sampling parameters leave, less those that can't win a race."""
 
     token_ids: torch.Tensor | None  # [n] ascending; None: every id of the vocabulary
@@ -56,18 +77,32 @@ def is_greedy(sampling: SamplingData) -> bool:
     return sampling.temperature < GREEDY_BELOW
 
 
+def processed_logits(row: Row) -> torch.Tensor | None:
+    """Return the logits after the processors, before temperature: a new float32 [vocab_size].
+
+    None if no processor is at work on this row: its logits are as they are.
+    """
+    if not row.context.uses_processors(row.num_drafts):
+        return None
+    return row.context.process(row.logits, row.num_drafts)
+
+
 def greedy_token(row: Row, top_logit: float, top_id: int) -> int:
     """Return the likeliest allowed id (the lowest on ties), given the row's maximum and its id.
 
     Raises `RowError` for a row that is not finite or allows no token.
     """
     _check(top_logit)
-    banned = _banned_ids(row)
-    if top_id in banned:
-        top, index = _ban(row.logits, banned).max(dim=-1)
-        _check(top.item(), banned)
-        return int(index)
-    return top_id
+    context = row.context
+    if not context.uses_processors(row.num_drafts):
+        return top_id
+    if context.only_bans() and top_id not in context.banned_ids(
+        row.num_drafts, row.logits.shape[0]
+    ):
+        return top_id
+    top, index = context.process(row.logits, row.num_drafts).max(dim=-1)
+    _check_processed(row, top.item())
+    return int(index)
 
 
 def sample(rows: Sequence[Row]) -> list[int | RowError]:
@@ -76,28 +111,35 @@ def sample(rows: Sequence[Row]) -> list[int | RowError]:
     The i-th result is what `sample([rows[i]])` gives.
     """
     outcomes: list[int | RowError] = []
-    contested: list[tuple[int, NoiseKey, torch.Tensor, torch.Tensor]] = []
-    for row in rows:
-        key = NoiseKey(row.sampling.seed, row.position)
+    races: dict[int, Race] = {}
+    for index, row in enumerate(rows):
+        key = NoiseKey(row.sampling.seed, row.position, sample=row.sampling.sample_index)
         try:
-            left = survivors(row)
+            races[index] = Race(key, *survivors(row))
+            outcomes.append(-1)
         except RowError as error:
             outcomes.append(error)
-            continue
-        if left.token_ids is None:
-            words = vocabulary_words(key, left.weights.shape[0], left.weights.device)
-            outcomes.append(_race(words, left.weights))
-        elif left.token_ids.shape[0] == 1:
-            outcomes.append(int(left.token_ids))
-        else:
-            contested.append((len(outcomes), key, left.token_ids, left.weights))
-            outcomes.append(-1)
-    if contested:
-        indices, keys, ids, weights = zip(*contested, strict=True)
-        races = map(_race, token_words(keys, ids), weights)
-        for index, token_ids, winner in zip(indices, ids, races, strict=True):
-            outcomes[index] = int(token_ids[winner])
+    for index, token_id in zip(races, draw(list(races.values())), strict=True):
+        outcomes[index] = token_id
     return outcomes
+
+
+def row_logprobs(logits: torch.Tensor, token_id: int, n: int) -> dict[int, float]:
+    """Return the log probability of `token_id` and then of the `n` likeliest tokens, in order.
+
+    `logits` [vocab_size]: a row as the model gave it, only read; the log-softmax is in float32, of
+    all of it: no parameter of the request changes it. Among equals the lower ids come first. The
+    token has one entry, the first, even if it is one of the likeliest.
+    """
+    values = logits.to(torch.float32, copy=True)
+    ids = [token_id]
+    if n > 0:
+        least = values.topk(min(n, values.shape[0])).values[-1]
+        candidates = _where(values >= least)  # ascending, with all that equal the last
+        order = values[candidates].sort(descending=True, stable=True).indices
+        ids += candidates[order[:n]].tolist()
+    chosen = torch.tensor(ids, device=values.device)
+    return dict(zip(ids, values.log_softmax(dim=0)[chosen].tolist(), strict=True))
 
 
 def target_probs(row: Row) -> torch.Tensor:
@@ -167,61 +209,42 @@ def _nucleus(weights: torch.Tensor, top_p: float) -> tuple[int, float]:
     return num_kept, ranked[num_kept - 1].item()
 
 
-def _race(words: torch.Tensor, weights: torch.Tensor) -> int:
-    """Return the index whose `exponential(word) / weight` is least; the lowest on ties.
-
-    A logarithm is at least its linear bound, -log1p(-u) >= u, so only those whose u / weight is
-    within the time of the one with the least u / weight can win: a few, however many take part.
-    """
-    earliest = words.to(torch.float32).add_(0.5).div_(weights)  # [n], in units of 2**-32
-    guess = earliest.argmin()
-    deadline = exponential(int(words[guess])) / weights[guess].item() * 2.0**32
-    contenders = _where(earliest <= deadline * (1 + 1e-6))  # the bounds are rounded to float32
-    if contenders.shape[0] == 1:
-        return int(contenders)
-    entries = zip(words[contenders].tolist(), weights[contenders].tolist(), strict=True)
-    times = [exponential(word) / weight for word, weight in entries]
-    return int(contenders[times.index(min(times))])
-
-
 def _scores(row: Row) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the allowed logits over the temperature, float32 [vocab_size], and their maximum."""
-    top_logit = row.logits.amax()
-    _check(top_logit.item())
-    logits = row.logits.to(torch.float32)
-    if banned := _banned_ids(row):
-        logits = _ban(logits, banned)
+    """Return the processed logits over the temperature, float32 [vocab_size], and their maximum."""
+    top_logit = row.logits.amax().item()
+    _check(top_logit)
+    processed = processed_logits(row)
+    logits = row.logits.to(torch.float32) if processed is None else processed
     scores = logits / row.sampling.temperature
     top = scores.amax()
-    if top == math.inf:
+    if not math.isfinite(top.item()):
+        if processed is not None:
+            top_logit = processed.amax().item()
+            _check_processed(row, top_logit)
         raise RowError(
-            f"the target model's largest logit, {top_logit.item()}, over the temperature "
+            f"the target model's largest logit, {top_logit}, over the temperature "
             f"{row.sampling.temperature} exceeds float32"
         )
-    _check(top.item(), banned)
     return scores, top
 
 
-def _banned_ids(row: Row) -> list[int]:
-    """Return the ids that min_tokens keeps off this row: stop ids of the vocabulary, or none."""
-    if row.output_index >= row.sampling.min_tokens:
-        return []
-    return [i for i in row.sampling.stop_token_ids if 0 <= i < row.logits.shape[0]]
-
-
-def _ban(logits: torch.Tensor, banned: list[int]) -> torch.Tensor:
-    return logits.index_fill(0, torch.tensor(banned, device=logits.device), -torch.inf)
-
-
-def _check(top: float, banned: Sequence[int] = ()) -> None:
+def _check(top: float) -> None:
     """Raise unless a row with this maximum, which is NaN if any element is, allows a token."""
     if math.isnan(top):
         raise RowError("the target model's logits contain NaN")
     if top == math.inf:
         raise RowError("the target model's logits contain +inf")
     if top == -math.inf:
-        reason = f", once min_tokens masks the stop ids {banned}" if banned else ""
-        raise RowError(f"no token is allowed: every logit is -inf{reason}")
+        raise RowError("no token is allowed: every logit is -inf")
+
+
+def _check_processed(row: Row, top: float) -> None:
+    """Raise unless a usable row still allows a token after its processors, given its maximum."""
+    bans = row.context.describe_bans(row.num_drafts)
+    if top == -math.inf and bans:
+        raise RowError(f"no token is allowed: every logit is -inf, once {' and '.join(bans)}")
+    if not math.isfinite(top):
+        raise RowError(f"the largest logit after bias and penalties, {top}, exceeds float32")
 
 
 def _where(mask: torch.Tensor) -> torch.Tensor:
