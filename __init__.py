@@ -15,14 +15,14 @@ from foresay.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from foresay.core.config import EngineConfig, SamplingParams
-    from foresay.core.engine import LLM
+    from foresay.core.llm import LLM
 
 __version__ = version("foresay")
 
 __all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__", "hookimpl"]
 
 _LAZY = {
-    "LLM": "foresay.core.engine",
+    "LLM": "foresay.core.llm",
     "SamplingParams": "foresay.core.config",
     "EngineConfig": "foresay.core.config",
 }

@@ -23,7 +23,7 @@ import pluggy
 if TYPE_CHECKING:
     import typer
 
-    from foresay.core.engine import RequestOutput
+    from foresay.core.outputs import RequestOutput
     from foresay.core.proposer import ProposerSpec
     from foresay.core.registry import DrafterSpec, ModelAlias
     from foresay.core.stats import StepStats

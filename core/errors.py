@@ -21,6 +21,10 @@ class RequestError(ForesayError, ValueError):
     """One request cannot be accepted: an empty or over-long prompt, a wrong token id, ..."""
 
 
+class PromptTooLongError(RequestError):
+    """A prompt leaves no room for an output within the engine's `max_model_len`."""
+
+
 class ModelError(ForesayError):
     """A target model cannot be found, loaded, or run exactly."""
 
@@ -39,6 +43,10 @@ class ProposerError(ForesayError):
 
 class EngineError(ForesayError):
     """The engine cannot go on: nothing can be scheduled though requests exist, a worker died."""
+
+
+class WorkerDiedError(EngineError):
+    """The worker's process is gone; no call to it will be answered any more."""
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

@@ -54,6 +54,7 @@ class NewRequest:
     block_ids: list[int]
     sampling: SamplingData
     prediction_ids: list[int] = field(default_factory=list)  # what the caller expects as output
+    may_draft: bool = True  # False: k is 0 for it in every step
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +113,13 @@ class DraftTokenIds:
     """Drafts made after a step, with the committed length (number of tokens) each was made for.
 
     A draft whose length is not the request's `num_tokens` is dropped by the scheduler.
-    `proposers` names who made each draft. `faults` counts what the core mended or survived in this
-    call, by kind.
+    `faults` counts what the core mended or survived in this call, by kind. `proposers` names who
+    made each draft. `num_stored_tokens[r]`: how many leading positions of request r the proposers'
+    own KV layers hold; empty where they have none.
     """
 
     draft_token_ids: dict[str, list[int]]
     num_tokens: dict[str, int]
-    proposers: dict[str, str] = field(default_factory=dict)
     faults: dict[str, int] = field(default_factory=dict)
+    proposers: dict[str, str] = field(default_factory=dict)
+    num_stored_tokens: dict[str, int] = field(default_factory=dict)

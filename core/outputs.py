@@ -16,10 +16,12 @@ class CompletionOutput:
 
     `token_ids` end with the stop token, the end of sequence, or the token that completed the stop
     string; `text` is cut before the stop, and is "" without a tokenizer. `stop_reason` is the stop
-    string or stop token id, or with `finish_reason` "error" what went wrong.
+    string or stop token id, or with `finish_reason` "error" what went wrong. `logprobs`, None
+    unless asked for, has one dict per token: token id -> log probability, before all sampling
+    parameters; the token itself comes first, then the likeliest.
     """
 
-    index: int
+    index: int  # its place among the `n` of its prompt
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
@@ -29,7 +31,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A finished request: its prompt, its outputs, and how its decoding went."""
+    """A finished request: its prompt, its `n` outputs, and how their decoding went, together."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -43,7 +45,7 @@ class StreamChunk:
 
     `text` may be "" while a character or a possible stop string is incomplete. `stats` are the
     request's figures; they go on growing with it. The last chunk has a `finish_reason`, and the
-    whole result in `output`.
+    whole result in `output`. `logprobs` are those of `token_ids`, None unless asked for.
     """
 
     request_id: str
@@ -52,3 +54,4 @@ class StreamChunk:
     stats: RequestStats
     finish_reason: FinishReason | None = None
     output: RequestOutput | None = None
+    logprobs: list[dict[int, float]] | None = None

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pluggy
 
 from foresay import hookspecs
-from foresay.core.errors import ConfigError, PluginError, nearest, one_line
+from foresay.core.errors import PluginError, nearest, one_line
 from foresay.core.offers import Offers, PluginRecord, checked
 from foresay.core.proposer import ProposerSpec
 from foresay.core.proposer_class import spec_of_class, spec_of_path
@@ -67,6 +67,7 @@ class PluginManager:
 
     def __init__(self) -> None:
         self.records: list[PluginRecord] = []
+        self.registered: list[PluginRecord] = []  # those of them that no entry point brought
         self._pluggy = pluggy.PluginManager(hookspecs.PROJECT_NAME)
         self._pluggy.add_hookspecs(hookspecs)
         self._proposers: Offers[ProposerSpec] = Offers("proposer")
@@ -114,6 +115,7 @@ class PluginManager:
         """
         record = PluginRecord(distribution=name, version="", entry_point=name)
         self.records.append(record)
+        self.registered.append(record)
         self._admit(plugin, record)
         if record.error:
             raise PluginError(f"plugin {name!r}: {record.error}")
@@ -173,19 +175,14 @@ class PluginManager:
         return self._drafters.get(name)
 
     def resolve_proposer(self, proposer: str | type[Any]) -> ProposerSpec:
-        """Return the spec for a name, for "module:Class", or for a class.
+        """Return the spec for a name, for "module:Class", or for a class; not for a chain.
 
         A class is built as `Class(config)`; see `foresay.core.proposer_class`. Raises
-        `PluginError` if there is no such thing, `ConfigError` for a chain ("a,b").
+        `PluginError` if there is no such thing.
         """
         if not isinstance(proposer, str):
             name = getattr(proposer, "__qualname__", type(proposer).__qualname__)
             return spec_of_class(proposer, f"{proposer.__module__}:{name}")
-        if "," in proposer:
-            raise ConfigError(
-                f"proposer {proposer!r}: chains of proposers are not supported by this version; "
-                "name one proposer"
-            )
         if ":" in proposer:
             return spec_of_path(proposer)
         return self.proposer(proposer)

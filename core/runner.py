@@ -51,6 +51,14 @@ class Runner(Protocol):
         """Whether a proposer drafts from the output that a caller expects."""
 
     @property
+    def draft_slots(self) -> int:
+        """Rows per request that a proposer adds to its own batch."""
+
+    @property
+    def has_proposer_kv(self) -> bool:
+        """Whether a proposer has KV layers of its own, in the requests' blocks."""
+
+    @property
     def row_invariant(self) -> bool:
         """Whether a row's logits were found independent of the rows around it."""
 

@@ -22,6 +22,9 @@ Counts come from what the scheduler committed; taking them never waits for a dev
 - `time_to_first_token`: seconds from when the engine took the request, its prompt tokenized, to
   the commit of its first token, waiting included; over several requests their mean.
 
+The samples of a request (`n` > 1) are counted together, each with its own steps; the first token is
+that of whichever has one first.
+
 A ratio of nothing (0/0) is None in data and prints as `n/a`.
 """
 
@@ -70,6 +73,21 @@ class DraftStats:
             counts += [0] * (num_drafts - len(counts))
             for position in range(length):
                 counts[position] += 1
+
+    def add(self, other: DraftStats) -> None:
+        """Count what `other` counted as well."""
+        self.num_verify_steps += other.num_verify_steps
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_tokens += other.num_accepted_tokens
+        self.num_verified_tokens += other.num_verified_tokens
+        for counts, more in (
+            (self.num_drafts_with, other.num_drafts_with),
+            (self.num_drafts_reaching, other.num_drafts_reaching),
+            (self.num_accepted_at, other.num_accepted_at),
+        ):
+            counts += [0] * (len(more) - len(counts))
+            for position, count in enumerate(more):
+                counts[position] += count
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -159,13 +177,13 @@ class StepStats:
     """One engine step, as `foresay_step_end` gets it. Times are seconds of wall clock."""
 
     step_id: int
-    req_ids: tuple[str, ...]  # the requests that ran in this step
+    req_ids: tuple[str, ...]  # the requests that ran in this step; all samples of one count once
     num_scheduled_tokens: int  # rows of the target's forward: prompt, committed and draft tokens
     num_draft_tokens: int  # of them, draft tokens that were judged
     num_accepted_tokens: int
     num_emitted_tokens: int
     num_proposed_tokens: int  # draft tokens made at the end of this step, for later ones
-    faults: Mapping[str, int]  # proposer's faults mended or survived in this step, by kind
+    faults: Mapping[str, int]  # of drafts, mended or survived in this step, by kind
     schedule_seconds: float
     execute_seconds: float
     commit_seconds: float
@@ -195,6 +213,21 @@ class RunStats(_DecodeStats):
     commit_seconds: float = 0.0
     draft_seconds: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
+
+    def record_request(self, stats: RequestStats) -> None:
+        """Count a finished request, which this engine did not count step by step.
+
+        So figures of several requests are pooled: counts are summed, and figures derived of them.
+        """
+        self.num_requests += 1
+        self.num_finished_requests += 1
+        self.num_steps += stats.num_steps
+        self.num_output_tokens += stats.num_output_tokens
+        self.add(stats)
+        for name, own in stats.by_proposer.items():
+            self.by_proposer.setdefault(name, DraftStats()).add(own)
+        if stats.time_to_first_token is not None:
+            self.record_first_token(stats.time_to_first_token)
 
     def record_first_token(self, seconds: float) -> None:
         """Count a request's first token, `seconds` after the engine took the request."""

@@ -45,11 +45,16 @@ def chain_of(token_ids: Sequence[int]) -> list[int]:
 
 
 def next_token(chain: int, num_output: int, sampling: SamplingData, vocab_size: int) -> int:
-    token_id = (chain >> 5) % vocab_size
+    token_id = ((chain >> 5) + sampling.sample_index) % vocab_size
     if num_output < sampling.min_tokens:
         while token_id in sampling.stop_token_ids:
             token_id = (token_id + 1) % vocab_size
     return token_id
+
+
+def logprobs_of(chain: int, token_id: int) -> dict[int, float]:
+    """Of a token that was sampled after `chain`; no two places have the same."""
+    return {token_id: -float(chain % 2**20)}
 
 
 @dataclass
@@ -74,6 +79,8 @@ class Case:
     max_tokens: int
     pair: tuple[int, int] | None
     k: int | None
+    prediction_ids: list[int]
+    after: int | None  # the case whose prompt this is another sample of
 
     def plain(self, vocab_size: int, max_model_len: int) -> tuple[list[int], str]:
         chain = chain_of(self.prompt)[-1]
@@ -90,6 +97,10 @@ class Case:
             if len(output) == self.max_tokens or len(self.prompt) + len(output) == max_model_len:
                 return output, "length"
 
+    def logprobs(self, output: Sequence[int]) -> list[dict[int, float]]:
+        chains = chain_of([*self.prompt, *output])[len(self.prompt) - 1 : -1]
+        return [logprobs_of(*pair) for pair in zip(chains, output, strict=True)]
+
 
 # -- The worker
 
@@ -101,6 +112,7 @@ class Held:
     num_computed_tokens: int
     block_ids: list[int]
     sampling: SamplingData
+    prediction_ids: list[int]
 
 
 class MirrorWorker:
@@ -143,6 +155,7 @@ class MirrorWorker:
             new.num_computed_tokens,
             new.block_ids,
             new.sampling,
+            new.prediction_ids,
         )
         self.counts["resumed"] += len(new.token_ids) > new.num_prompt_tokens
         self.counts["prefix hits"] += new.num_computed_tokens > 0
@@ -156,6 +169,7 @@ class MirrorWorker:
             rows[req_id] = self._write(req_id, scheduled)
         sampled: dict[str, list[int]] = {}
         failed: dict[str, str] = {}
+        logprobs: dict[str, list[dict[int, float]]] = {}
         for req_id, num_new in scheduled.num_scheduled_tokens.items():
             held = self.held[req_id]
             self._read(held, rows[req_id])
@@ -175,6 +189,11 @@ class MirrorWorker:
                     self.memory[self.slot(held, position)] = NAN
                 continue
             sampled[req_id] = self._verify(held, drafts)
+            if held.sampling.logprobs is not None:
+                chains = chain_of(held.token_ids + drafts)[len(held.token_ids) - 1 :]
+                logprobs[req_id] = [
+                    logprobs_of(*pair) for pair in zip(chains, sampled[req_id], strict=False)
+                ]
             num_rejected = len(drafts) + 1 - len(sampled[req_id])
             held.num_computed_tokens -= num_rejected
             held.token_ids = held.token_ids + sampled[req_id]
@@ -183,7 +202,7 @@ class MirrorWorker:
             self.counts["rejected"] += num_rejected
             self.counts["partly accepted"] += 0 < num_rejected < len(drafts)
         self.counts["failed"] += len(failed)
-        return pickle.dumps(ModelRunnerOutput(scheduled.step_id, sampled, failed))
+        return pickle.dumps(ModelRunnerOutput(scheduled.step_id, sampled, failed, logprobs))
 
     def _check_limits(self, scheduled: SchedulerOutput) -> None:
         config = self.config

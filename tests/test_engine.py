@@ -6,12 +6,12 @@ import gc
 from typing import Any
 
 import pytest
-from fake_engine import ALPHABET, BOS, EOS, FAILING, fake_llm, ids, observer, params
+from fake_engine import ALPHABET, BOS, EOS, FAILING, fake_llm, ids, logprobs_at, observer, params
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foresay.core.engine import RequestOutput, StreamChunk
 from foresay.core.errors import ConfigError, EngineError, RequestError
+from foresay.core.outputs import RequestOutput, StreamChunk
 from foresay.core.stats import StepStats
 
 # -- what comes out ------------------------------------------------------------------------------
@@ -139,6 +139,33 @@ def test_a_request_may_lower_k_or_switch_drafting_off() -> None:
     assert outputs[0].stats.by_proposer == {}
 
 
+def test_a_verify_step_counts_for_the_member_of_a_chain_that_drafted() -> None:
+    # As above: drafts b c d at position 1, then f ? h at 5 and h EOS ? at 7.
+    llm = fake_llm(k=3, wrong=lambda position: position in (4, 6))
+    llm.runner.proposer_name = "first,second"
+    llm.runner.proposer_at = lambda position: "second" if position == 5 else "first"
+    (output,) = llm.generate("x", params())
+    for stats in (output.stats, llm.stats):
+        by = {name: (own.num_verify_steps, own.num_draft_tokens, own.num_accepted_tokens)
+              for name, own in stats.by_proposer.items()}  # fmt: skip
+        assert by == {"first": (2, 6, 5), "second": (1, 3, 1)}
+    llm.check_empty()
+
+
+def test_faults_of_verification_and_of_drafting_are_counted_together() -> None:
+    steps: list[StepStats] = []
+    llm = fake_llm("ab", observer(steps.append), k=1)
+    llm.runner.faults = {"bad_id": 1, "zero_residual": 1}
+    llm.runner.verification_faults = {"zero_residual": 2}
+    llm.generate("x", params())
+    # a, and b is drafted; b, EOS.
+    assert [step.faults for step in steps] == [
+        {"bad_id": 1, "zero_residual": 3},
+        {"zero_residual": 2},
+    ]
+    assert llm.stats.faults == {"bad_id": 1, "zero_residual": 5}
+
+
 def test_the_run_adds_up_its_requests() -> None:
     llm = fake_llm(k=3)
     llm.runner.faults = {"bad_id": 1}
@@ -253,6 +280,37 @@ def test_a_closed_llm_says_so_and_keeps_its_figures() -> None:
     llm.close()
     assert llm.abort("0") is False
     assert llm.stats.num_output_tokens == 1
+    assert llm.runner.closed
+
+
+@pytest.mark.parametrize("at", ["step", "request"])
+def test_an_observer_may_close_the_llm(at: str) -> None:
+    """The worker (which fails if it is called after that) is closed when the step is over."""
+    llm = fake_llm(
+        ALPHABET,
+        observer(
+            on_step=lambda stats: llm.close() if at == "step" else None,
+            on_request=lambda output: llm.close() if at == "request" else None,
+        ),
+        k=2,
+    )
+    first, second = llm.generate(["x", "y"], [params(1), params()])
+    assert (first.outputs[0].finish_reason, second.outputs[0].finish_reason) == ("length", "abort")
+    assert second.outputs[0].text == "a"
+    assert llm.runner.closed
+
+
+def test_an_error_at_the_end_does_not_keep_the_worker_open() -> None:
+    def fail(step: object) -> None:
+        raise RuntimeError("the worker is gone")
+
+    llm = fake_llm(ALPHABET)
+    stream = llm.stream("x", params())
+    next(stream)
+    llm.runner.before_execute = fail
+    with pytest.raises(RuntimeError, match="gone"):
+        llm.close()
+    assert llm.runner.closed
 
 
 # -- everything at once --------------------------------------------------------------------------
@@ -289,6 +347,7 @@ def test_any_mix_of_requests_gives_what_each_alone_should_give(data: st.DataObje
          data.draw(st.sampled_from(["ab", "bb", "aab", "zz"])), data.draw(st.integers(0, 4)))
         for index in range(count)
     ]  # fmt: skip
+    nums = [1] + [data.draw(st.integers(1, 3), label="n") for _ in range(count - 1)]
     wrong = data.draw(st.sets(st.integers(0, 25)), label="wrong drafts")
 
     def check(stats: StepStats) -> None:
@@ -297,7 +356,7 @@ def test_any_mix_of_requests_gives_what_each_alone_should_give(data: st.DataObje
     k = data.draw(st.integers(0, 5), label="k")
     max_num_seqs = data.draw(st.integers(1, 4), label="max_num_seqs")
     llm = fake_llm(
-        lambda prompt: answers[int(prompt[0])],
+        lambda prompt, sampling: answers[(int(prompt[0]) + sampling.sample_index) % count],
         observer(check),
         k=k,
         wrong=lambda position: position in wrong,
@@ -309,8 +368,8 @@ def test_any_mix_of_requests_gives_what_each_alone_should_give(data: st.DataObje
         enable_prefix_caching=data.draw(st.booleans(), label="prefix cache"),
     )
     each = [
-        params(max_tokens, stop=stop, min_tokens=min_tokens)
-        for _, max_tokens, stop, min_tokens in requests
+        params(max_tokens, stop=stop, min_tokens=min_tokens, n=n, logprobs=n)
+        for n, (_, max_tokens, stop, min_tokens) in zip(nums, requests, strict=True)
     ]
     streamed = data.draw(st.booleans(), label="first one streamed")
     chunks: list[StreamChunk] = []
@@ -323,16 +382,22 @@ def test_any_mix_of_requests_gives_what_each_alone_should_give(data: st.DataObje
         assert "".join(chunk.text for chunk in chunks) == outputs[0].outputs[0].text
         assert [t for c in chunks for t in c.token_ids] == outputs[0].outputs[0].token_ids
     # `min_tokens` masks EOS in a real worker; the scripted one emits it, and goes on with EOS.
-    for output, answer, (_, max_tokens, stop, min_tokens) in zip(
-        outputs, answers, requests, strict=True
+    total = sum(len(chunk.token_ids) for chunk in chunks)
+    for index, (output, (_, max_tokens, stop, min_tokens)) in enumerate(
+        zip(outputs, requests, strict=True)
     ):
-        if len(answer) < min_tokens:
-            continue
-        completion = output.outputs[0]
-        got = (completion.token_ids, completion.text, completion.finish_reason)
-        assert got == expected_output(answer, max_tokens, stop, min_tokens)
-        assert output.stats.num_output_tokens == len(completion.token_ids)
-    assert llm.stats.num_output_tokens == sum(
-        len(output.outputs[0].token_ids) for output in outputs
-    ) + sum(len(chunk.token_ids) for chunk in chunks)
+        assert [completion.index for completion in output.outputs] == list(range(nums[index]))
+        for completion in output.outputs:
+            answer = answers[(index + completion.index) % count]
+            if len(answer) >= min_tokens:
+                got = (completion.token_ids, completion.text, completion.finish_reason)
+                assert got == expected_output(answer, max_tokens, stop, min_tokens)
+            assert completion.logprobs == [
+                logprobs_at(position, token_id, nums[index])
+                for position, token_id in enumerate(completion.token_ids)
+            ]
+        num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+        assert output.stats.num_output_tokens == num_tokens
+        total += num_tokens
+    assert llm.stats.num_output_tokens == total
     llm.check_empty()

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from fake_engine import ALPHABET, FAILING, CharTokenizer, FakeLLM, fake_llm, ids, observer, params
 
-from foresay.core.engine import RequestOutput
 from foresay.core.errors import EngineError, ProposerError
 from foresay.core.messages import SchedulerOutput
+from foresay.core.outputs import RequestOutput
 from foresay.core.stats import StepStats
 
 # -- aborts and accidents ------------------------------------------------------------------------
@@ -141,21 +141,29 @@ def accident_in(llm: FakeLLM, place: str, after: int, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("place", ["execute", "draft", "commit"])
-@pytest.mark.parametrize("after", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("after", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("n", [1, 3])
 def test_an_interrupted_generate_leaves_nothing_behind(
-    place: str, after: int, monkeypatch: pytest.MonkeyPatch
+    place: str, after: int, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outputs: list[RequestOutput] = []
     llm = fake_llm(ALPHABET, observer(on_request=outputs.append), k=2, num_blocks=60)
-    in_commit = place == "commit"
-    accident_in(llm, place, after + 6 * in_commit, monkeypatch)  # six decodes of the prompts' tails
+    # Each sample's text decodes its prompt's tail twice before anything is committed.
+    accident_in(llm, place, after + 6 * n * (place == "commit"), monkeypatch)
+    prompts = ["x", "y", "longer than one block"]
     with pytest.raises(Accident):
-        llm.generate(["x", "y", "z"], [params(3), params(), params()])
-    ended = [output.outputs[0].finish_reason for output in outputs]
-    assert len(ended) == 3
-    assert set(ended) <= {"abort", "length"}
-    again = llm.generate(["x", "y", "z"], params())
-    assert [output.outputs[0].text for output in again] == [ALPHABET] * 3
+        llm.generate(prompts, [params(3, n=n, logprobs=0), params(n=n), params(n=n, logprobs=0)])
+    assert len(outputs) == 3
+    for output in outputs:
+        assert [completion.index for completion in output.outputs] == list(range(n))
+        for completion in output.outputs:
+            assert completion.finish_reason in {"abort", "length"}
+            assert completion.token_ids == ids(ALPHABET[: len(completion.token_ids)])
+            if output.request_id != "1":
+                assert completion.logprobs is not None
+                assert len(completion.logprobs) == len(completion.token_ids)
+    again = llm.generate(prompts, params(n=n))
+    assert [[each.text for each in output.outputs] for output in again] == [[ALPHABET] * n] * 3
     llm.check_empty()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -77,8 +77,10 @@ class Run:
             max_tokens=case.max_tokens,
             text=None if case.pair is None else PairSink(case.pair),
             num_speculative_tokens=case.k,
+            prediction_ids=case.prediction_ids,
         )
-        self.scheduler.add_request(self.requests[req_id])
+        after = None if case.after is None else self.requests[f"r{case.after}"]
+        self.scheduler.add_request(self.requests[req_id], after)
         self.scheduler.check_integrity()
 
     def abort_any(self) -> None:
@@ -135,6 +137,7 @@ class Run:
         for req_id, request in self.scheduler.requests.items():
             if request.block_ids:
                 assert self.worker.held[req_id].block_ids == request.block_ids
+                assert self.worker.held[req_id].prediction_ids == request.prediction_ids
 
     def finish(self) -> None:
         if self.scheduler.has_pending_messages():
@@ -148,6 +151,8 @@ class Run:
             got = request.output_token_ids
             self.counts[str(request.status.finish_reason)] += 1
             assert self.figures[request.req_id] == len(got)
+            wanted = case.sampling.logprobs is not None
+            assert request.output_logprobs() == (case.logprobs(got) if wanted else None)
             if request.status.finish_reason in ("abort", "error"):
                 assert got == output[: len(got)]
             else:
@@ -192,9 +197,22 @@ def make_cases(rng: random.Random, config: SchedulerConfig, count: int, vocab: i
             seed=0,
             min_tokens=rng.choice([0, 0, rng.randint(0, max_tokens)]),
             stop_token_ids=tuple(rng.sample(range(vocab), rng.choice([0, 0, 1]))),
+            logprobs=rng.choice([None, 0]),
         )
         pair = (rng.randrange(vocab), rng.randrange(vocab)) if rng.random() < 0.3 else None
-        cases.append(Case(prompt, sampling, max_tokens, pair, rng.choice([None, None, 0, 1, 3])))
+        k = rng.choice([None, None, 0, 1, 3])
+        prediction_ids = [rng.randrange(vocab) for _ in range(rng.choice([0, 0, 5]))]
+        case = Case(prompt, sampling, max_tokens, pair, k, prediction_ids, None)
+        if cases and rng.random() < 0.3:  # another sample of an earlier prompt, under way or not
+            first = rng.randrange(len(cases))
+            first = first if cases[first].after is None else cases[first].after
+            num_samples = 1 + sum(other.after == first for other in cases)
+            case = replace(
+                cases[first],
+                sampling=replace(cases[first].sampling, sample_index=num_samples),
+                after=first,
+            )
+        cases.append(case)
     return cases
 
 

@@ -131,3 +131,27 @@ def test_stats_are_json_with_every_public_figure(kind: type[RequestStats] | type
     assert data["conditional_acceptance_per_position"] == [1.0, 0.0, None]
     assert data["by_proposer"]["ngram"]["num_draft_tokens"] == 3
     assert data["time_to_first_token"] is None
+
+
+def test_pooled_figures_are_of_the_counts_and_not_of_the_figures() -> None:
+    short, long = RequestStats(time_to_first_token=0.5), RequestStats(time_to_first_token=1.5)
+    for step in [(0, 0, 1), (1, 0, 1)]:
+        short.record_step(*step, "ngram")
+    for step in [(0, 0, 1), (3, 3, 4), (3, 2, 3)]:
+        long.record_step(*step, "eagle")
+    run = RunStats()
+    for stats in (short, long):
+        run.record_request(stats)
+    assert (run.num_requests, run.num_finished_requests) == (2, 2)
+    assert (run.num_steps, run.num_output_tokens) == (5, 10)
+    assert run.tokens_per_step == pytest.approx(10 / 5)
+    assert run.mean_acceptance_length == pytest.approx((1 + 4 + 3) / 3)
+    assert run.acceptance_rate == pytest.approx(5 / 7)
+    # Position 0 is in all three drafts, the others in two.
+    assert run.acceptance_per_position == pytest.approx([2 / 3, 2 / 2, 1 / 2])
+    assert run.time_to_first_token == pytest.approx(1.0)
+    assert {name: own.num_draft_tokens for name, own in run.by_proposer.items()} == {
+        "ngram": 1,
+        "eagle": 6,
+    }
+    assert (short.num_draft_tokens, long.num_draft_tokens) == (1, 6)

@@ -25,10 +25,10 @@ EMPTY_PREFIX_ID = 0  # the prefix before the first block
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """The longest cached prefix of a request: full blocks, and the name of their tokens."""
+    """The longest cached prefix of a request: full blocks, and what each one's prefix is called."""
 
     block_ids: list[int]
-    prefix_id: int
+    prefix_ids: list[int]  # of everything from the first token to the end of each block
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,11 @@ class BlockManager:
         self._cached: dict[PrefixKey, _CachedBlock] = {}
         self._key_of_block: dict[int, PrefixKey] = {}
         self._last_prefix_id = EMPTY_PREFIX_ID
+        # Blocks whose slots the proposers' own layers have filled too, by their prefix and the
+        # token after it: what a drafter stores at a position may depend on the token behind it,
+        # and for a block's last slot that one is not the block's.
+        self._stored: dict[tuple[int, int], int] = {}
+        self._stored_key_of_block: dict[int, tuple[int, int]] = {}
         # Blocks of a request that ended on a non-finite row, still owned by others that run.
         self._tainted: set[int] = set()
         self._to_zero: list[int] = []
@@ -75,21 +80,31 @@ class BlockManager:
         """Blocks that hold `num_slots` slots."""
         return -(-num_slots // self.block_size)
 
-    def find_prefix(self, request: Request) -> CachedPrefix:
+    def find_prefix(self, request: Request, *, stored: bool = False) -> CachedPrefix:
         """Return the longest cached prefix of the committed tokens. Changes nothing.
 
         At most `num_tokens - 1` tokens hit: the last one must be computed to yield a row.
+        `stored`: only blocks that hold the KV of the proposers' layers too, as it is before the
+        tokens that follow here.
         """
         block_ids: list[int] = []
+        prefix_ids: list[int] = []
         prefix_id = EMPTY_PREFIX_ID
         if self.enable_prefix_caching:
             for index in range((request.num_tokens - 1) // self.block_size):
                 hit = self._cached.get(self._key(request, index, prefix_id))
                 if hit is None:
                     break
-                block_ids.append(hit.block_id)
-                prefix_id = hit.prefix_id
-        return CachedPrefix(block_ids, prefix_id)
+                block_id, prefix_id = hit.block_id, hit.prefix_id
+                if stored:
+                    next_token_id = request.token_ids[(index + 1) * self.block_size]
+                    found = self._stored.get((prefix_id, next_token_id))
+                    if found is None:
+                        break
+                    block_id = found
+                block_ids.append(block_id)
+                prefix_ids.append(prefix_id)
+        return CachedPrefix(block_ids, prefix_ids)
 
     def allocate(
         self, request: Request, num_slots: int, prefix: CachedPrefix | None = None
@@ -110,8 +125,8 @@ class BlockManager:
                 if not self._num_owners[block_id]:
                     del self._free[block_id]
                 self._num_owners[block_id] += 1
-            request.num_cached_blocks = len(hits)
-            request.prefix_id = prefix.prefix_id
+            request.prefix_ids = list(prefix.prefix_ids)
+            request.num_stored_blocks = len(hits)
         appended = list(hits)
         for _ in range(num_fresh):
             block_id, _ = self._free.popitem(last=False)
@@ -142,8 +157,8 @@ class BlockManager:
             self._tainted.update(request.block_ids)
         self._release(reversed(request.block_ids))
         request.block_ids = []
-        request.num_cached_blocks = 0
-        request.prefix_id = EMPTY_PREFIX_ID
+        request.prefix_ids = []
+        request.num_stored_blocks = 0
 
     def cache_computed_blocks(self, request: Request) -> None:
         """Offer the blocks wholly below `num_computed_tokens` to the prefix cache, each once.
@@ -153,16 +168,34 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         num_full_blocks = request.num_computed_tokens // self.block_size
-        for index in range(request.num_cached_blocks, num_full_blocks):
-            key = self._key(request, index, request.prefix_id)
+        prefix_ids = request.prefix_ids
+        for index in range(len(prefix_ids), num_full_blocks):
+            key = self._key(request, index, prefix_ids[-1] if prefix_ids else EMPTY_PREFIX_ID)
             cached = self._cached.get(key)
             if cached is None:
                 self._last_prefix_id += 1
                 cached = _CachedBlock(request.block_ids[index], self._last_prefix_id)
                 self._cached[key] = cached
                 self._key_of_block[cached.block_id] = key
-            request.prefix_id = cached.prefix_id
-            request.num_cached_blocks = index + 1
+            prefix_ids.append(cached.prefix_id)
+
+    def mark_stored(self, request: Request, num_tokens: int) -> None:
+        """Note that the proposers' layers hold the KV of the first `num_tokens` positions.
+
+        The token after them is committed. Of several blocks of one prefix and next token the first
+        stays known.
+        """
+        if not self.enable_prefix_caching:
+            return
+        num_full_blocks = min(num_tokens // self.block_size, len(request.prefix_ids))
+        for index in range(request.num_stored_blocks, num_full_blocks):
+            block_id = request.block_ids[index]
+            next_token_id = request.token_ids[(index + 1) * self.block_size]
+            key = (request.prefix_ids[index], next_token_id)
+            if key not in self._stored and block_id not in self._stored_key_of_block:
+                self._stored[key] = block_id
+                self._stored_key_of_block[block_id] = key
+            request.num_stored_blocks = index + 1
 
     def take_block_ids_to_zero(self) -> list[int]:
         """Return, once, the blocks to zero before anything is written in this step."""
@@ -203,6 +236,11 @@ class BlockManager:
         for prefix_id, token_ids, _ in self._cached:
             if len(token_ids) != self.block_size or prefix_id > self._last_prefix_id:
                 raise EngineError(f"{token_ids!r} after prefix {prefix_id} is no cached block")
+        if {block_id: key for key, block_id in self._stored.items()} != self._stored_key_of_block:
+            raise EngineError(
+                f"{len(self._stored)} stored prefixes, {len(self._stored_key_of_block)} blocks "
+                "with one"
+            )
         for block_id in self._tainted:
             if block_id in self._key_of_block or not self._num_owners[block_id]:
                 raise EngineError(f"tainted block {block_id} is cached or free")
@@ -216,13 +254,16 @@ class BlockManager:
         if len(request.block_ids) < self.num_blocks_for(request.num_computed_tokens):
             raise EngineError(f"{request!r} computed more tokens than its blocks hold")
         num_full_blocks = request.num_computed_tokens // self.block_size
-        if request.num_cached_blocks > num_full_blocks:
-            raise EngineError(f"{request!r} has {request.num_cached_blocks} cached blocks")
+        if len(request.prefix_ids) > num_full_blocks:
+            raise EngineError(f"{request!r} has {len(request.prefix_ids)} cached blocks")
+        if request.num_stored_blocks > num_full_blocks:
+            raise EngineError(f"{request!r} has {request.num_stored_blocks} stored blocks")
         for index, block_id in enumerate(request.block_ids):
             key = self._key_of_block.get(block_id)
             if key is not None and key[1:] != self._key(request, index, 0)[1:]:
                 raise EngineError(f"block {block_id} of {request!r} is cached under other tokens")
-            if index >= num_full_blocks and (key is not None or self._num_owners[block_id] > 1):
+            is_kept = key is not None or block_id in self._stored_key_of_block
+            if index >= num_full_blocks and (is_kept or self._num_owners[block_id] > 1):
                 raise EngineError(
                     f"{request!r} will write block {block_id}, which is cached or shared by "
                     f"{self._num_owners[block_id]}"
@@ -237,6 +278,9 @@ class BlockManager:
         key = self._key_of_block.pop(block_id, None)
         if key is not None:
             del self._cached[key]
+        stored_key = self._stored_key_of_block.pop(block_id, None)
+        if stored_key is not None:
+            del self._stored[stored_key]
 
     def _release(self, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
@@ -244,7 +288,7 @@ class BlockManager:
             if self._num_owners[block_id]:
                 continue
             self._free[block_id] = None
-            if block_id not in self._key_of_block:
+            if block_id not in self._key_of_block and block_id not in self._stored_key_of_block:
                 self._free.move_to_end(block_id, last=False)
             if block_id in self._tainted:
                 self._tainted.remove(block_id)

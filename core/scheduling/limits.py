@@ -24,6 +24,8 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     num_speculative_tokens: int = 0  # the engine's k; 0: plain decoding
     max_context: int | None = None  # prompt, output and drafts of a drafting request
+    has_proposer_kv: bool = False  # whether drafting writes to KV layers of the proposer's own
+    draft_slots: int = 0  # rows per request that a proposer adds to its own batch
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -46,13 +48,24 @@ class SchedulerConfig:
                 f"request of max_model_len={self.max_model_len!r}: that takes {num_needed} blocks; "
                 "raise num_blocks or lower max_model_len"
             )
-        num_rows = self.max_num_seqs * (1 + self.num_speculative_tokens)
+        own = f" + {self.draft_slots} of the proposer's own" if self.draft_slots else ""
+        each = 1 + self.num_speculative_tokens + self.draft_slots
+        num_rows = self.max_num_seqs * each
         if self.max_num_batched_tokens < num_rows:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens!r}: must be at least "
-                f"max_num_seqs * (1 + num_speculative_tokens) = {self.max_num_seqs!r} * "
-                f"{1 + self.num_speculative_tokens} = {num_rows}; raise it or lower max_num_seqs"
+                f"max_num_seqs * (1 + num_speculative_tokens{own}) = {self.max_num_seqs!r} * "
+                f"{each} = {num_rows}; raise it or lower max_num_seqs"
             )
+
+
+def num_lookahead_slots(config: SchedulerConfig, k: int) -> int:
+    """Return the slots, after those of this step's rows, that drafting k tokens writes to.
+
+    The drafter's first pass writes at committed positions, each later one a position further, and
+    one that adds rows of its own begins a position later.
+    """
+    return k - 1 + config.draft_slots if config.has_proposer_kv and k else 0
 
 
 def num_draft_tokens(config: SchedulerConfig, request: Request, num_tokens: int) -> int:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import bisect
 import operator
+from collections import OrderedDict
+from itertools import takewhile
 
 from foresay.core.errors import EngineError
 from foresay.core.scheduling.request import Request, RequestStatus
 
-_by_arrival = operator.attrgetter("arrival")
+# The samples of one prompt arrived together, though all but the first may be added later.
+_by_arrival = operator.attrgetter("arrival", "sampling.sample_index")
 
 
 class RequestQueues:
@@ -20,17 +23,33 @@ class RequestQueues:
 
     def __init__(self) -> None:
         self.requests: dict[str, Request] = {}
-        self.waiting: dict[str, Request] = {}  # never started; a dict, so that aborts are O(1)
+        # Never started; a dict, so that aborts are O(1).
+        self.waiting: OrderedDict[str, Request] = OrderedDict()
         self.preempted: list[Request] = []
         self.running: list[Request] = []
         self._num_arrivals = 0
 
-    def add(self, request: Request) -> None:
-        """Put a new request at the end of those that wait."""
-        request.arrival = self._num_arrivals
-        self._num_arrivals += 1
+    def add(self, request: Request, after: Request | None = None) -> None:
+        """Put a new request at the end of those that wait, or at its place `after` an earlier one.
+
+        `after` is an earlier sample of the same prompt. The later sample comes before everyone who
+        arrived after that prompt: it finds the prompt's blocks in the prefix cache before others
+        need the room.
+        """
+        if after is None:
+            request.arrival = self._num_arrivals
+            self._num_arrivals += 1
+        else:
+            request.arrival = after.arrival
+        place = _by_arrival(request)
+        last = next(reversed(self.waiting.values()), None)
         self.requests[request.req_id] = request
         self.waiting[request.req_id] = request
+        if last is not None and _by_arrival(last) > place:
+            # `after` has started, so those that wait before it are few: they were passed over.
+            earlier = takewhile(lambda other: _by_arrival(other) < place, self.waiting.values())
+            for req_id in (request.req_id, *[other.req_id for other in earlier][::-1]):
+                self.waiting.move_to_end(req_id, last=False)
 
     def start(self, request: Request) -> None:
         """Let a waiting or preempted request run."""

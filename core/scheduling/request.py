@@ -63,22 +63,24 @@ class Request:
     verify next, re-bound and never mutated. There is no prefill or decode phase:
     `num_computed_tokens` chases `num_tokens_with_spec`.
 
-    `num_speculative_tokens` can only lower the engine's k; None leaves it. `extra_keys` is
-    everything besides the token ids that the KV of this request depends on: requests share blocks
-    only if theirs are equal.
+    `num_speculative_tokens` can only lower the engine's k; None leaves it. `prediction_ids` are
+    what the caller expects as output: for the worker. `extra_keys` is everything besides the token
+    ids that the KV of this request depends on: requests share blocks only if theirs are equal.
     """
 
     __slots__ = (
         "arrival",
         "block_ids",
         "extra_keys",
+        "logprobs",
         "max_tokens",
-        "num_cached_blocks",
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_speculative_tokens",
+        "num_stored_blocks",
         "num_times_passed_over",
-        "prefix_id",
+        "prediction_ids",
+        "prefix_ids",
         "req_id",
         "sampling",
         "spec_token_ids",
@@ -97,6 +99,7 @@ class Request:
         max_tokens: int,
         text: TextSink | None = None,
         num_speculative_tokens: int | None = None,
+        prediction_ids: Sequence[int] = (),
         extra_keys: tuple[Hashable, ...] = (),
     ) -> None:
         self.req_id = req_id
@@ -106,6 +109,7 @@ class Request:
         self.max_tokens = max_tokens
         self.text = text
         self.num_speculative_tokens = num_speculative_tokens
+        self.prediction_ids = prediction_ids
         self.extra_keys = extra_keys
 
         self.spec_token_ids: list[int] = []
@@ -113,13 +117,16 @@ class Request:
         self.block_ids: list[int] = []
         self.status = RequestStatus.WAITING
         self.stop_reason: str | int | None = None
+        # One per output token; None if nobody asked.
+        self.logprobs: list[dict[int, float]] | None = None if sampling.logprobs is None else []
 
         # Kept by the scheduler.
-        self.arrival = -1  # its place in the order of `add_request`
+        self.arrival = -1  # its place in the order of `add_request`; samples of one prompt share it
         self.num_times_passed_over = 0  # later requests that were started before it
         # Kept by the block manager.
-        self.num_cached_blocks = 0  # leading blocks that were offered to the prefix cache
-        self.prefix_id = 0  # what the prefix cache calls the tokens of those blocks
+        # What the prefix cache calls the tokens up to the end of each block that it was offered.
+        self.prefix_ids: list[int] = []
+        self.num_stored_blocks = 0  # leading blocks that the proposers' layers have filled, too
 
     @property
     def num_tokens(self) -> int:
@@ -137,18 +144,31 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def may_draft(self) -> bool:
+        """Whether drafts are wanted for it at all."""
+        return self.num_speculative_tokens != 0
+
+    @property
     def output_token_ids(self) -> list[int]:
         """A copy of the committed output."""
         return self.token_ids[self.num_prompt_tokens :]
 
-    def append_output_token(self, token_id: int, max_model_len: int) -> bool:
-        """Commit one output token; return whether it finished the request.
+    def output_logprobs(self, start: int = 0) -> list[dict[int, float]] | None:
+        """Return those of the output tokens from `start` on; None if nobody asked."""
+        return None if self.logprobs is None else self.logprobs[start : self.num_output_tokens]
+
+    def append_output_token(
+        self, token_id: int, max_model_len: int, logprobs: dict[int, float] | None = None
+    ) -> bool:
+        """Commit one output token with its `logprobs`; return whether it finished the request.
 
         The first that holds wins: a stop id (it ends `token_ids` and never reaches the text), a
         stop string, a length cap. A token stops the request only if `min_tokens` output tokens
         stand before it, which is when the worker no longer masks stop ids.
         """
         may_stop = self.num_output_tokens >= self.sampling.min_tokens
+        if self.logprobs is not None and logprobs is not None:
+            self.logprobs.append(logprobs)  # first: a token never goes without, if Ctrl-C comes
         self.token_ids.append(token_id)
         if may_stop and token_id in self.sampling.stop_token_ids:
             self.status = RequestStatus.FINISHED_STOPPED

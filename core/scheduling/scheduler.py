@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, zip_longest
 
 from foresay.core.errors import EngineError, RequestError
 from foresay.core.messages import (
@@ -21,7 +21,11 @@ from foresay.core.messages import (
     SchedulerOutput,
 )
 from foresay.core.scheduling.block_manager import BlockManager
-from foresay.core.scheduling.limits import SchedulerConfig, num_draft_tokens
+from foresay.core.scheduling.limits import (
+    SchedulerConfig,
+    num_draft_tokens,
+    num_lookahead_slots,
+)
 from foresay.core.scheduling.queues import RequestQueues
 from foresay.core.scheduling.request import Request, RequestStatus
 
@@ -105,8 +109,11 @@ class Scheduler:
             self._finished_req_ids or self._preempted_req_ids or self.blocks.has_blocks_to_zero
         )
 
-    def add_request(self, request: Request) -> None:
-        """Queue a request. Raises `RequestError` if it can never run, or its id is in use."""
+    def add_request(self, request: Request, after: Request | None = None) -> None:
+        """Queue a request, at its place `after` an earlier sample of its prompt if one is given.
+
+        Raises `RequestError` if it can never run, or its id is in use.
+        """
         max_model_len = self.config.max_model_len
         if request.req_id in self.requests:
             raise RequestError(f"request id {request.req_id!r} is in use by an unfinished request")
@@ -124,7 +131,7 @@ class Scheduler:
             raise RequestError(
                 f"request {request.req_id!r}: max_tokens={request.max_tokens!r} must be at least 1"
             )
-        self._queues.add(request)
+        self._queues.add(request, after)
 
     def abort_request(self, req_id: str) -> Request | None:
         """End a request; return it, or None if there is no such unfinished request.
@@ -140,6 +147,18 @@ class Scheduler:
             self._retire(request)
         request.status = RequestStatus.FINISHED_ABORTED
         return request
+
+    def fail_request(self, request: Request, reason: str) -> None:
+        """End a request with an error, though it may never have been added.
+
+        What it has stays; a request that has finished is left as it is. In a step in flight it
+        fares as an aborted one does.
+        """
+        if request.status.is_finished:
+            return
+        self.abort_request(request.req_id)
+        request.status = RequestStatus.FINISHED_ERROR
+        request.stop_reason = reason
 
     # -- One step ---------------------------------------------------------------------------------
 
@@ -240,8 +259,15 @@ class Scheduler:
                         f"request {req_id!r}, {num_rows} output rows, drafts {drafts!r}: the "
                         f"worker sampled {sampled!r}"
                     )
+                wants_logprobs = request.logprobs is not None
+                logprobs = output.logprobs.get(req_id, []) if wants_logprobs else []
+                if wants_logprobs and _first_ids(logprobs) != sampled:
+                    raise EngineError(
+                        f"request {req_id!r}: the worker sampled {sampled!r} and gave the "
+                        f"logprobs of {_first_ids(logprobs)!r}"
+                    )
                 request.num_computed_tokens -= len(drafts) - num_accepted
-                new_token_ids = self._commit(request, sampled)
+                new_token_ids = self._commit(request, sampled, logprobs)
             finished = request.status.is_finished
             if finished:
                 # After a cut, the KV of what was discarded belongs to no token any more.
@@ -275,6 +301,10 @@ class Scheduler:
             ):
                 k = num_draft_tokens(self.config, request, request.num_tokens)
                 request.spec_token_ids = list(token_ids[:k])
+        for req_id, num_tokens in drafts.num_stored_tokens.items():
+            request = self.requests.get(req_id)
+            if request is not None and request.status is RequestStatus.RUNNING:
+                self.blocks.mark_stored(request, num_tokens)
 
     def abandon_step(self) -> None:
         """Give up the step in flight: it was interrupted, and no more of its outcome will come.
@@ -383,11 +413,31 @@ class Scheduler:
         step.num_output_rows[req_id] = 1 + num_drafts if num_new >= num_lacking else 0
         if num_new >= num_lacking:
             k = num_draft_tokens(config, request, request.num_tokens + 1)
+            k = self._reserve_lookahead(request, request.num_computed_tokens + num_new, k, step)
             if k:
                 step.num_draft_tokens[req_id] = k
         # Optimistic; update_from_output gives back what is rejected.
         request.num_computed_tokens += num_new
         request.spec_token_ids = []
+
+    def _reserve_lookahead(self, request: Request, num_slots: int, k: int, step: _Step) -> int:
+        """Reserve what drafting needs beyond the rows of this step; return the k that it got.
+
+        `num_slots`: the slots up to the step's last row. What drafting needs is taken from the
+        free blocks and from the budget only: it preempts nobody.
+        """
+        config = self.config
+        if not k or step.budget < config.draft_slots:
+            return 0
+        if config.has_proposer_kv:
+            num_fitting = len(request.block_ids) + self.blocks.num_free_blocks
+            num_free = num_fitting * config.block_size - num_slots
+            k = min(k, num_free + 1 - config.draft_slots)
+            if k < 1:
+                return 0
+            self._extend(request, num_slots + num_lookahead_slots(config, k), step)
+        step.budget -= config.draft_slots
+        return k
 
     def _admit(self, step: _Step) -> None:
         """Resume preempted requests, then start waiting ones, while there is room.
@@ -421,10 +471,12 @@ class Scheduler:
         All at once, though the first chunk may need few: half of a prompt in the pool helps
         nobody, and would be preempted for the other half.
         """
-        prefix = self.blocks.find_prefix(request)
+        config = self.config
+        may_draft = config.num_speculative_tokens > 0 and request.may_draft
+        prefix = self.blocks.find_prefix(request, stored=config.has_proposer_kv and may_draft)
         if self.blocks.allocate(request, request.num_tokens, prefix) is None:
             return False
-        request.num_computed_tokens = len(prefix.block_ids) * self.config.block_size
+        request.num_computed_tokens = len(prefix.block_ids) * config.block_size
         self._queues.start(request)
         step.new_requests.append(
             NewRequest(
@@ -434,6 +486,8 @@ class Scheduler:
                 num_computed_tokens=request.num_computed_tokens,
                 block_ids=list(request.block_ids),
                 sampling=request.sampling,
+                prediction_ids=list(request.prediction_ids),
+                may_draft=may_draft,
             )
         )
         self._schedule_tokens(request, step)
@@ -446,10 +500,15 @@ class Scheduler:
 
     # -- Parts of the rest ------------------------------------------------------------------------
 
-    def _commit(self, request: Request, token_ids: Sequence[int]) -> list[int]:
-        """Append tokens up to and including the one that stops `request`; return those."""
-        for count, token_id in enumerate(token_ids, start=1):
-            if request.append_output_token(token_id, self.config.max_model_len):
+    def _commit(
+        self, request: Request, token_ids: Sequence[int], logprobs: Sequence[dict[int, float]]
+    ) -> list[int]:
+        """Append tokens up to and including the one that stops `request`; return those.
+
+        `logprobs`: theirs, or nothing.
+        """
+        for count, (token_id, own) in enumerate(zip_longest(token_ids, logprobs), start=1):
+            if request.append_output_token(token_id, self.config.max_model_len, own):
                 return list(token_ids[:count])
         if _num_lacking(request) != 1:
             raise EngineError(f"{request!r} must lack exactly one token after a commit")
@@ -460,6 +519,11 @@ class Scheduler:
         request.spec_token_ids = []
         self.blocks.free(request, tainted=tainted)
         self._finished_req_ids.append(request.req_id)
+
+
+def _first_ids(logprobs: Sequence[dict[int, float]]) -> list[int | None]:
+    """Whose log probabilities these are: the sampled tokens come first."""
+    return [next(iter(own), None) for own in logprobs]
 
 
 def _num_lacking(request: Request) -> int:
