@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from foresay import __version__
-from foresay.core.commands import models, plugins, run, showcase
+from foresay.core.commands import bench, chat, models, plugins, run, showcase
 from foresay.core.errors import ForesayError
 from foresay.core.plugins import PluginManager
 
@@ -34,6 +34,8 @@ def build_app(manager: PluginManager) -> typer.Typer:
     )
     app.callback(invoke_without_command=True)(_foresay)
     app.command("run")(run.run)
+    app.command("chat")(chat.chat)
+    app.command("bench")(bench.bench)
     app.command("showcase")(showcase.showcase)
     app.command("plugins")(plugins.plugins)
     app.command("models")(models.models)

@@ -13,32 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import tiny_models
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tiny_chat import save_chat_model
 
 from foresay import LLM, SamplingParams
 from foresay.cli import main
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random llama over bytes: it says nothing sensible, and the same every time."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    folder = tmp_path_factory.mktemp("tiny")
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE)
-    fast.save_pretrained(folder)
-    model = tiny_models.llama(
-        vocab_size=len(vocabulary), max_position_embeddings=4096, eos_token_id=None
-    )
-    model.save_pretrained(folder)
-    return folder
+    return save_chat_model(tmp_path_factory.mktemp("tiny"))
 
 
 Run = Callable[..., tuple[int, str, str]]  # exit code, stdout, stderr
@@ -133,7 +116,8 @@ def test_no_stats_prints_no_figures(run: Run) -> None:
             "did you mean 'prompt_lookup_min'?",
         ),
         (("x", "--proposer", "ngrm"), "did you mean 'ngram'?"),
-        (("x", "--proposer", "a,b"), "chains of proposers are not supported"),
+        (("x", "--proposer", "ngram,a"), "no proposer 'a'"),
+        (("x", "--proposer", "ngram,ngram"), "'ngram' is in the chain twice"),
         (("x", "--proposer", "none", "-k", "3"), "num_speculative_tokens would have no effect"),
         (("x", "--proposer", "ngram", "-k", "-1"), "num_speculative_tokens=-1"),
         (("x\udcff",), "no valid text"),

@@ -12,7 +12,9 @@ from foresay.core.errors import ConfigError
 from foresay.core.plugins import PluginManager
 
 if TYPE_CHECKING:
-    from foresay.core.engine import LLM
+    from foresay.core.llm import LLM
+
+INTERRUPTED = 130  # the exit code after Ctrl-C, as shells have it
 
 Model = Annotated[
     str,
@@ -20,11 +22,18 @@ Model = Annotated[
 ]
 ProposerName = Annotated[
     str,
-    typer.Option("--proposer", "-p", help="A proposer's name, module:Class, 'auto', or 'none'."),
+    typer.Option(
+        "--proposer",
+        "-p",
+        help="A proposer's name, module:Class, a chain 'a,b', 'auto', or 'none'.",
+    ),
 ]
 Drafter = Annotated[
-    str | None,
-    typer.Option("--drafter", help="The drafter's weights: a folder or a registered name."),
+    list[str] | None,
+    typer.Option(
+        "--drafter",
+        help="The drafter's weights: a folder or a registered name; NAME=... in a chain.",
+    ),
 ]
 NumDraftTokens = Annotated[
     int | None,
@@ -32,15 +41,48 @@ NumDraftTokens = Annotated[
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="A setting of the proposer. Repeatable."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A setting of the proposer; NAME.KEY=VALUE in a chain. Repeatable.",
+    ),
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="'auto', 'float32', 'bfloat16' or 'float16'.")]
 Device = Annotated[str, typer.Option("--device", help="'auto', 'cpu', 'cuda' or 'cuda:N'.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens of the answer.")]
+Temperature = Annotated[float, typer.Option(help="0: the likeliest token always.")]
+TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; -1: all.")]
+TopP = Annotated[float, typer.Option(help="Keep the likeliest mass.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens below this times the best.")]
+Seed = Annotated[int | None, typer.Option(help="Same seed, same text.")]
+Stop = Annotated[list[str] | None, typer.Option(help="A text that ends the answer. Repeatable.")]
+Stats = Annotated[bool, typer.Option("--stats/--no-stats", help="Print the figures to stderr.")]
 
 
-def parse_settings(pairs: Sequence[str] | None) -> dict[str, Any]:
-    """Turn `key=value` pairs into settings: a value that reads as JSON is that, else text."""
+def parse_settings(pairs: Sequence[str] | None, proposer: str) -> dict[str, Any]:
+    """Turn `key=value` pairs into settings: a value that reads as JSON is that, else text.
+
+    For a chain, whose pairs are `name.key=value`, the settings are by proposer.
+    """
+    flat = _parse_pairs(pairs)
+    members = [member.strip() for member in proposer.split(",")]
+    if len(members) == 1:
+        return {key.removeprefix(f"{proposer}."): value for key, value in flat.items()}
+    settings: dict[str, Any] = {}
+    for key, value in flat.items():
+        # By the longest name: that of a class has dots of its own.
+        owners = [member for member in members if key.startswith(f"{member}.")]
+        if not owners:
+            raise ConfigError(
+                f"--set {key!r}: in a chain, say whose setting it is: --set {members[0]}.{key}=... "
+                f"(the chain: {', '.join(members)})"
+            )
+        owner = max(owners, key=len)
+        settings.setdefault(owner, {})[key.removeprefix(f"{owner}.")] = value
+    return settings
+
+
+def _parse_pairs(pairs: Sequence[str] | None) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for pair in pairs or ():
         key, equals, value = pair.partition("=")
@@ -55,25 +97,47 @@ def parse_settings(pairs: Sequence[str] | None) -> dict[str, Any]:
     return settings
 
 
+def parse_drafters(drafters: Sequence[str] | None, proposer: str) -> str | dict[str, str] | None:
+    """Turn what `--drafter` gave into a drafter; for a chain, into drafters by proposer."""
+    if not drafters:
+        return None
+    if "," not in proposer:
+        if len(drafters) > 1:
+            raise ConfigError(f"--drafter is given {len(drafters)} times for one proposer")
+        return drafters[0]
+    by_name: dict[str, str] = {}
+    for drafter in drafters:
+        name, equals, path = drafter.partition("=")
+        if not equals or not name:
+            raise ConfigError(
+                f"--drafter {drafter!r}: in a chain, say whose it is: --drafter NAME={drafter}"
+            )
+        if name in by_name:
+            raise ConfigError(f"--drafter {drafter!r}: {name!r} has one already")
+        by_name[name] = path
+    return by_name
+
+
 def open_llm(
     model: str,
     *,
     plugins: PluginManager,
     proposer: str,
-    drafter: str | None = None,
+    drafter: Sequence[str] | None = None,
     k: int | None = None,
     settings: Sequence[str] | None = None,
     **engine: Any,
 ) -> LLM:
     """Load a model as the options say. Imports torch; raises `ForesayError`."""
-    parsed = parse_settings(settings)
-    from foresay.core.engine import LLM
+    parsed = parse_settings(settings, proposer)
+    drafters = parse_drafters(drafter, proposer)
+    from foresay.core.llm import LLM
 
     return LLM(
         model=model,
         plugins=plugins,
         proposer=None if proposer == "none" else proposer,
-        drafter=drafter,
+        drafter=drafters,
         num_speculative_tokens=k,
         proposer_settings=parsed,
         **engine,

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from typing import Annotated, Any
 
 import typer
 
 from foresay.core.commands import options
+from foresay.core.commands.answer import Answer
 from foresay.core.commands.report import report
 from foresay.core.config import SamplingParams, build_settings
 from foresay.core.errors import RequestError
 from foresay.core.inputs import check_text
-from foresay.core.stats import RequestStats
-
-_INTERRUPTED = 130
 
 
 def run(
@@ -27,14 +24,19 @@ def run(
     drafter: options.Drafter = None,
     k: options.NumDraftTokens = None,
     settings: options.Settings = None,
-    temperature: Annotated[float, typer.Option(help="0: the likeliest token always.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; -1: all.")] = -1,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest mass.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Drop tokens below this times the best.")] = 0.0,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = -1,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
     max_tokens: options.MaxTokens = 256,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="A text that ends the answer. Repeatable.")
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    prediction: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A text much like the answer, for proposers that draft from it; '-': stdin.",
+        ),
     ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
@@ -44,15 +46,15 @@ def run(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object at the end instead.")
     ] = False,
-    stats: Annotated[
-        bool, typer.Option("--stats/--no-stats", help="Print the figures to stderr.")
-    ] = True,
+    stats: options.Stats = True,
 ) -> None:
     """Answer one prompt. The text goes to stdout as it comes, everything else to stderr."""
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise RequestError("the prompt is empty")
     check_text(text, "the prompt")
+    if prediction == "-" and prompt == "-":
+        raise RequestError("--prediction -: the prompt was read from stdin; give a file")
     params = build_settings(
         SamplingParams,
         {
@@ -63,6 +65,7 @@ def run(
             "max_tokens": max_tokens,
             "seed": seed,
             "stop": stop or (),
+            "prediction": None if prediction is None else _read_text(prediction),
         },
     )
     with options.open_llm(
@@ -84,12 +87,12 @@ def run(
             tokens: Any = text
         else:
             tokens = llm.chat_prompt([{"role": "user", "content": text}])
-        answer = _Answer(shown=not as_json)
+        answer = Answer(shown=not as_json)
         code = 0
         try:
             answer.follow(llm.stream(tokens, params))
         except KeyboardInterrupt:
-            code = _INTERRUPTED
+            code = options.INTERRUPTED
         answer.end()
     if as_json:
         print(json.dumps(answer.row()))
@@ -102,45 +105,13 @@ def run(
         raise typer.Exit(code)
 
 
-class _Answer:
-    """What has come of an answer so far; it is complete in that at every moment."""
-
-    def __init__(self, *, shown: bool) -> None:
-        self.text = ""
-        self.token_ids: list[int] = []
-        self.finish_reason = "abort"
-        self.stop_reason: str | int | None = None
-        self.stats = RequestStats()
-        self.seconds = 0.0
-        self._shown = shown
-
-    def follow(self, stream: Any) -> None:
-        """Take the chunks of a stream until it ends."""
-        start = time.perf_counter()
-        try:
-            for chunk in stream:
-                self.text += chunk.text
-                self.token_ids += chunk.token_ids
-                self.seconds = time.perf_counter() - start
-                self.stats = chunk.stats
-                if self._shown:
-                    print(chunk.text, end="", flush=True)
-                if chunk.output is not None:
-                    self.finish_reason = chunk.output.outputs[0].finish_reason
-                    self.stop_reason = chunk.output.outputs[0].stop_reason
-        finally:
-            stream.close()
-
-    def end(self) -> None:
-        """End the last line of the text."""
-        if self._shown and not self.text.endswith("\n"):
-            print(flush=True)
-
-    def row(self) -> dict[str, Any]:
-        """Return the object that `--json` prints."""
-        return {
-            "text": self.text,
-            "token_ids": self.token_ids,
-            "finish_reason": self.finish_reason,
-            "stats": {**self.stats.as_dict(), "seconds": self.seconds},
-        }
+def _read_text(source: str) -> str:
+    if source == "-":
+        return sys.stdin.read()
+    try:
+        with open(source, encoding="utf-8", newline="") as file:  # line ends as they are
+            return file.read()
+    except OSError as error:
+        raise RequestError(f"--prediction {source!r}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise RequestError(f"--prediction {source!r} is no UTF-8 text") from None

@@ -6,16 +6,16 @@ down slows both.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import dataclass
-from importlib import resources
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from foresay.core.commands import options
+from foresay.core.commands.prompts import read_prompts, shipped
+from foresay.core.commands.report import judge_differences, pooled
 from foresay.core.commands.table import print_table
 from foresay.core.config import SamplingParams
 from foresay.core.errors import EngineError
@@ -23,7 +23,7 @@ from foresay.core.plugins import PluginManager
 from foresay.core.stats import RequestStats, show
 
 if TYPE_CHECKING:
-    from foresay.core.engine import LLM
+    from foresay.core.llm import LLM
 
 
 @dataclass(slots=True)
@@ -33,10 +33,6 @@ class _Timed:
     token_ids: list[int]
     seconds: float
     stats: RequestStats
-
-    @property
-    def speed(self) -> float:
-        return len(self.token_ids) / self.seconds
 
 
 def showcase(
@@ -66,10 +62,9 @@ def showcase(
     with plain, drafting:
         for llm in (plain, drafting):  # the first run of a kernel is slower than all others
             llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(max_tokens=8))
-        for prompt in _prompts():
-            text = prompt["turns"][0]
-            print(f"\n--- {prompt['id']}: {text.splitlines()[0]}\n", flush=True)
-            tokens = plain.chat_prompt([{"role": "user", "content": text}])
+        for prompt in read_prompts(shipped("showcase.jsonl")):
+            print(f"\n--- {prompt.id}: {prompt.text.splitlines()[0]}\n", flush=True)
+            tokens = plain.chat_prompt([{"role": "user", "content": prompt.text}])
             rounds = []
             for number in range(repeats):
                 rounds.append(
@@ -80,27 +75,19 @@ def showcase(
                 )
             first, second = (_median([pair[i] for pair in rounds]) for i in (0, 1))
             if any(a.token_ids != b.token_ids for a, b in rounds):
-                different.append(prompt["id"])
+                different.append(prompt.id)
             all_plain.append(first)
             all_drafting.append(second)
-            rows.append(_row(prompt["id"], [first], [second], prompt["id"] not in different))
+            rows.append(_row(prompt.id, [first], [second], prompt.id not in different))
         rows.append(_row("ALL", all_plain, all_drafting, not different))
+        invariant = plain.stats.row_invariant and drafting.stats.row_invariant
     print(flush=True)
     print_table(
         ["prompt", "tokens", "plain tokens/s", f"{proposer} tokens/s", "speedup",
          "mean acceptance length", "tokens per step", "ids equal"],
         rows,
     )  # fmt: skip
-    if different:
-        raise EngineError(
-            f"the token ids differ on {', '.join(different)}: speculation changed the text, "
-            "which it never may where rows are invariant (see the line at the start)"
-        )
-
-
-def _prompts() -> list[dict[str, str]]:
-    data = resources.files("foresay.core.commands").joinpath("showcase.jsonl")
-    return [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
+    judge_differences(different, invariant=invariant)
 
 
 def _answer(llm: LLM, tokens: list[int], params: SamplingParams, *, shown: bool) -> _Timed:
@@ -126,19 +113,14 @@ def _row(name: str, plain: list[_Timed], drafting: list[_Timed], equal: bool) ->
     tokens = [sum(len(run.token_ids) for run in runs) for runs in (plain, drafting)]
     seconds = [sum(run.seconds for run in runs) for runs in (plain, drafting)]
     speeds = [n / s for n, s in zip(tokens, seconds, strict=True)]
-    pooled = RequestStats()
-    for run in drafting:
-        pooled.num_steps += run.stats.num_steps
-        pooled.num_output_tokens += run.stats.num_output_tokens
-        pooled.num_verify_steps += run.stats.num_verify_steps
-        pooled.num_verified_tokens += run.stats.num_verified_tokens
+    figures = pooled(run.stats for run in drafting)
     return [
         name,
         str(tokens[0]),
         f"{speeds[0]:.1f}",
         f"{speeds[1]:.1f}",
         f"{speeds[1] / speeds[0]:.2f}x",
-        show(pooled.mean_acceptance_length),
-        show(pooled.tokens_per_step),
+        show(figures.mean_acceptance_length),
+        show(figures.tokens_per_step),
         "yes" if equal else "NO",
     ]
