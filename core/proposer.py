@@ -39,15 +39,26 @@ class ProposerConfig(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
+class KVLayer:
+    """An attention layer of a proposer's own, as far as its KV cache goes."""
+
+    num_kv_heads: int
+    head_dim: int  # of the keys
+    value_dim: int | None = None  # of the values; None: as the keys
+
+
+@dataclass(frozen=True, slots=True)
 class Needs:
     """What a proposer needs of the core: capabilities, never identity.
 
     Checked against the target before any weight is loaded; what cannot be provided is an error.
     """
 
-    hidden_state: bool = False  # the target's last hidden state of every committed position
-    aux_layers: tuple[int, ...] = ()  # residual streams *entering* these layers
-    kv_layers: tuple[Any, ...] = ()  # KV layers of the proposer's own, in the core's blocks
+    hidden_state: bool = False  # the target's last hidden states: the input of its lm_head
+    # Residual streams *entering* these layers; the number of layers: the one leaving the last,
+    # before the final norm.
+    aux_layers: tuple[int, ...] = ()
+    kv_layers: tuple[KVLayer, ...] = ()  # of the proposer's own, in the core's blocks
     embeddings: bool = False  # the target's input embeddings
     lm_head: bool = False  # the target's output head
     sampled: bool = False  # draws its drafts through `batch.sampler`
@@ -70,6 +81,9 @@ class TargetView:
     max_model_len: int  # prompt and output together never exceed this
     checkpoint: Path | None  # the folder the weights came from; None for a model object
     tokenizer: Any  # a transformers tokenizer, or None: ids in, ids out
+    embeddings: torch.Tensor | None = None  # [vocab_size or more, hidden_size], if needed
+    # From hidden states [n, hidden_size] to logits [n, vocab_size], if needed.
+    lm_head: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +100,7 @@ class DraftRequest:
     k: int  # most draft tokens wanted; 0: draft nothing
     # Text that the caller expects as output, tokenized; usually empty. For `Needs.prediction` only.
     prediction_ids: Sequence[int] = ()
+    num_prompt_tokens: int = 0  # the first of `token_ids`; what follows is output
 
 
 class DraftSampler(Protocol):
@@ -117,12 +132,66 @@ class DraftSampler(Protocol):
         ...
 
 
+class KVRows(Protocol):
+    """Rows that a proposer runs through its own attention layers: see `KVView.rows`."""
+
+    positions: torch.Tensor  # [num_rows] int64
+    last_rows: torch.Tensor  # [num_ranges] int64: the row where each range ends
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [num_rows, num_heads, head_dim], rope applied
+        key: torch.Tensor,  # [num_rows, num_kv_heads, head_dim], rope applied
+        value: torch.Tensor,  # [num_rows, num_kv_heads, value_dim]
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,  # [num_heads]
+    ) -> torch.Tensor:
+        """Store the rows' keys and values, then attend: [num_rows, num_heads, value_dim].
+
+        `layer` is an index into `Needs.kv_layers`. A row at position p of a request attends to
+        positions 0 to p of that request (within the window), as this layer last stored them.
+        `softcap` bounds scores by softcap * tanh(score / softcap); `sinks` adds a logit per head to
+        the softmax's denominator.
+        """
+        ...
+
+
+class KVView(Protocol):
+    """The KV cache of a proposer's own layers, in the blocks of the requests."""
+
+    def rows(self, requests: Sequence[int], positions: Sequence[range]) -> KVRows:
+        """Lay out rows: for each of `requests` the positions of its range, request after request.
+
+        `requests` are indices into `DraftInput.requests`. Positions go up to
+        `len(token_ids) + k - 3 + draft_slots`: a drafter may store what it guesses there. It is
+        overwritten when the features of these positions come.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DraftInput:
-    """A step's requests. Row order may change from step to step: key your state by `req_id`."""
+    """A step's requests. Row order may change from step to step: key your state by `req_id`.
+
+    For a proposer that declared the need, the *features* of committed positions come along: each
+    position once, in order, from the first that is computed after the request was admitted (or
+    resumed) to the end. Request i has the rows `row_starts[i]` to `row_starts[i + 1]`. With k >= 1
+    they reach up to position `len(token_ids) - 2`: the last token was not computed yet. An
+    unfinished prompt hands its chunk over with k = 0. Positions that the prefix cache held come to
+    no one, unless the proposer has KV layers, which were then stored for them already.
+    """
 
     requests: Sequence[DraftRequest]
     sampler: DraftSampler | None = None  # None unless `Needs.sampled` was declared
+    hidden_states: torch.Tensor | None = None  # [num_rows, hidden_size]: `Needs.hidden_state`
+    aux_hidden_states: torch.Tensor | None = None  # [num_rows, num_aux_layers, hidden_size]
+    positions: torch.Tensor | None = None  # [num_rows] int64, if there are features
+    row_starts: Sequence[int] | None = None  # num_requests + 1 of them, if there are features
+    kv: KVView | None = None  # `Needs.kv_layers`
 
 
 @dataclass(slots=True)
@@ -144,7 +213,11 @@ class Proposer(Protocol):
     """A drafting algorithm. `propose` is the only method it must have.
 
     Optional methods, called if they exist:
-      `load(target: TargetView) -> None`   once, before any step.
+      `load(target: TargetView) -> Needs | None`   once, before any step. If it returns needs, they
+          replace what the spec declared: only now it knows the target's tokenizer and its own
+          weights.
+      `dummy_run(num_requests: int) -> None`  once after it: run whatever should be compiled or
+          captured for up to so many requests.
       `release(req_id: str) -> None`       the request ended or was preempted: forget it.
     """
 
@@ -166,9 +239,14 @@ class ProposerSpec:
 
     `needs(config, target_config)` may read a drafter's config.json, never weights. `build(config)`
     imports the heavy code; a plugin's `__init__` stays light.
+
+    `drafter_is_model`: the drafter is a whole language model, so that besides a registered drafter
+    a user may name it as the target model is named: an alias, a folder, a GGUF file, or a hub id.
+    `ProposerConfig.drafter` is then the folder that an alias resolved to, or what the user wrote.
     """
 
     name: str
     config_type: type[ProposerConfig]
     build: Callable[[Any], Proposer]
     needs: Callable[[Any, Any], Needs] = field(default=_no_needs)
+    drafter_is_model: bool = False

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 
-from foresay.core.proposer import Draft, DraftInput, ProposerConfig, TargetView
+import torch
+
+from foresay.core.proposer import Draft, DraftInput, Needs, ProposerConfig, TargetView
 
 
 class _Adversary:
@@ -88,6 +90,24 @@ class Raising(_Adversary):
         return Draft([[7] for _ in batch.requests])
 
 
+class Drawing(_Adversary):
+    """Draws its drafts from distributions of its own making, some of them over few tokens."""
+
+    needs = Needs(sampled=True)
+
+    def propose(self, batch: DraftInput) -> Draft:
+        assert batch.sampler is not None
+        drafts: list[list[int]] = [[] for _ in batch.requests]
+        generator = torch.Generator().manual_seed(self.random.randrange(2**32))
+        for step in range(max((request.k for request in batch.requests), default=0)):
+            rows = [row for row, request in enumerate(batch.requests) if request.k > step]
+            logits = torch.randn(len(rows), self.vocab_size, generator=generator)
+            ids = batch.sampler.draw(self.random.choice((0.1, 3.0)) * logits, step, rows)
+            for row, token_id in zip(rows, ids.tolist(), strict=True):
+                drafts[row].append(token_id)
+        return Draft(drafts)
+
+
 ADVERSARIES: dict[str, type[_Adversary]] = {
     "random": Random,
     "constant": Constant,
@@ -97,4 +117,5 @@ ADVERSARIES: dict[str, type[_Adversary]] = {
     "out-of-range": OutOfRange,
     "empty": Empty,
     "raising": Raising,
+    "drawing": Drawing,
 }

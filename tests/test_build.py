@@ -143,30 +143,16 @@ def error_of(kind: type[ForesayError], *arguments: Any, **settings: Any) -> str:
 
 # -- what a proposer needs -----------------------------------------------------------------------
 
-UNSUPPORTED = {
-    "hidden states": (Needs(hidden_state=True), "the target's hidden states"),
-    "residual streams": (Needs(aux_layers=(0, 2)), "the target's residual streams"),
-    "KV layers": (Needs(kv_layers=("a layer",)), "KV layers of its own"),
-    "embeddings": (Needs(embeddings=True), "the target's embeddings"),
-    "head": (Needs(lm_head=True), "the target's output head"),
-    "sampler": (Needs(sampled=True), "sampled drafts"),
-    "prediction": (Needs(prediction=True), "predicted output"),
-    "rows": (Needs(draft_slots=1), "rows of its own in the batch"),
-    "two": (
-        Needs(hidden_state=True, lm_head=True),
-        "the target's hidden states, the target's output head",
-    ),
-}
 
-
-@pytest.mark.parametrize(("needs", "words"), UNSUPPORTED.values(), ids=list(UNSUPPORTED))
-def test_what_the_core_does_not_provide_is_refused_before_any_weight_is_loaded(
-    needs: Needs, words: str, no_weights: Path
+@pytest.mark.parametrize("layer", [-1, 4])
+def test_a_layer_that_the_target_does_not_have_is_refused_before_any_weight_is_loaded(
+    layer: int, no_weights: Path
 ) -> None:
     assert error_of(ModelError, plugins(spec()), no_weights)  # there is nothing to load
+    needs = Needs(aux_layers=(0, layer))
     assert error_of(ConfigError, plugins(spec(needs=needs)), no_weights) == (
-        f"proposer 'fake' (foresay-fake) needs {words}, which this version of foresay does not "
-        "provide"
+        f"proposer 'fake' (foresay-fake) needs the residual stream entering layer {layer}, and the "
+        "target model has 3: was its drafter made for another model?"
     )
     assert Fake.built == []
 
@@ -178,7 +164,7 @@ def test_needs_are_asked_with_the_proposers_settings_and_the_targets_config(
 
     def needs(config: Any, target_config: Any) -> Needs:
         asked.append((config, target_config))
-        return Needs(sampled=True)
+        return Needs(aux_layers=(99,))
 
     error_of(
         ConfigError,
@@ -213,12 +199,10 @@ def test_needs_that_raise_or_are_none_are_the_plugins_error(no_weights: Path) ->
 
 def test_a_bare_classs_needs_are_checked_too(no_weights: Path) -> None:
     class Hungry(Bare):
-        needs = Needs(embeddings=True)
+        needs = Needs(aux_layers=(7,))
 
     words = error_of(ConfigError, plugins(), no_weights, proposer=Hungry)
-    assert words.endswith("needs the target's embeddings, which this version of foresay does not "
-                          "provide")  # fmt: skip
-    assert "(given as a class)" in words
+    assert "(given as a class) needs the residual stream entering layer 7" in words
 
 
 # -- how many tokens it drafts -------------------------------------------------------------------
@@ -433,7 +417,11 @@ def test_without_a_drafter_the_automatic_choice_is_ngram_if_it_is_there(model: A
         "; proposer: ngram (auto: no drafter is registered for 'tiny'), 5 tokens a step at most"
     )
     nobody = build(plugins(spec()), model, proposer="auto")
-    assert (nobody.proposer, nobody.proposer_name, nobody.num_speculative_tokens) == (None, None, 0)
+    assert (nobody.proposers, nobody.proposer_name, nobody.num_speculative_tokens) == (
+        None,
+        None,
+        0,
+    )
     assert nobody.summary.endswith("; proposer: none (none is installed)")
 
 
@@ -464,7 +452,11 @@ def test_a_class_may_be_given(model: Any) -> None:
 
 def test_plain_decoding_has_no_proposer(model: Any) -> None:
     runner = build(plugins(spec()), model, proposer=None)
-    assert (runner.proposer, runner.proposer_name, runner.num_speculative_tokens) == (None, None, 0)
+    assert (runner.proposers, runner.proposer_name, runner.num_speculative_tokens) == (
+        None,
+        None,
+        0,
+    )
     assert runner.summary.endswith("; proposer: none")
     assert Fake.built == []
 
@@ -478,7 +470,7 @@ def test_other_words_for_plain_decoding(
     model: Any, proposer: str, speculative: dict[str, Any]
 ) -> None:
     runner = build(plugins(spec()), model, proposer=proposer, speculative=speculative)
-    assert (runner.proposer, runner.num_speculative_tokens) == (None, 0)
+    assert (runner.proposers, runner.num_speculative_tokens) == (None, 0)
     assert Fake.built == []
 
 
@@ -564,6 +556,102 @@ def test_strict_mode_reaches_the_proposer(model: Any, strict: bool) -> None:
         drafts = runner.draft([])
         assert drafts is not None
         assert (drafts.draft_token_ids, drafts.faults) == ({}, {"raised": 1})
+
+
+# -- chains ------------------------------------------------------------------------------------
+
+
+def test_a_chain_has_each_members_settings_and_the_longest_draft(model: Any) -> None:
+    runner = build(
+        plugins(spec(), spec("other", config_type=Modest)),
+        model,
+        proposer="other, fake",
+        speculative={"proposer_settings": {"fake": {"reach": 7, "num_speculative_tokens": 4}}},
+    )
+    assert (runner.proposer_name, runner.num_speculative_tokens) == ("other,fake", 4)
+    assert [proposer.config for proposer in Fake.built] == [
+        Modest(),
+        Settings(reach=7, num_speculative_tokens=4),
+    ]
+    assert runner.summary.endswith(
+        "; proposer: other, 2 tokens a step at most; else fake, 4 tokens a step at most"
+    )
+
+
+def test_k_for_a_chain_is_each_members(model: Any, no_weights: Path) -> None:
+    modest = spec("modest", needs=Needs(max_draft_tokens=3))
+    speculative = {"num_speculative_tokens": 2}
+    runner = build(plugins(spec(), modest), model, proposer="fake,modest", speculative=speculative)
+    assert [member.num_speculative_tokens for member in runner.proposers.members] == [2, 2]  # type: ignore[union-attr]
+    assert build(plugins(spec(), modest), model, proposer="modest,fake").num_speculative_tokens == 5
+
+    words = error_of(
+        ConfigError,
+        plugins(spec(), modest),
+        no_weights,
+        proposer="fake,modest",
+        speculative={"num_speculative_tokens": 4},
+    )
+    assert words == "num_speculative_tokens=4: proposer 'modest' drafts at most 3 tokens a step"
+
+
+def test_a_request_is_too_long_for_a_chain_when_it_is_for_all_of_it(model: Any) -> None:
+    short, longer = (spec(n, needs=Needs(max_context=c)) for n, c in (("short", 20), ("long", 50)))
+    manager = plugins(spec(), short, longer)
+    assert build(manager, model, proposer="short,long").max_context == 50
+    assert build(manager, model, proposer="short,fake").max_context is None
+
+
+@pytest.mark.parametrize(
+    ("proposer", "speculative", "words"),
+    [
+        ("fake,", {}, "proposer 'fake,': a chain is names with commas between, 'a,b'"),
+        ("auto,fake", {}, "proposer 'auto,fake': 'auto' cannot be part of a chain"),
+        ("fake,none", {}, "proposer 'fake,none': 'none' cannot be part of a chain"),
+        ("fake,fake", {}, "proposer 'fake,fake': 'fake' is in the chain twice"),
+        (
+            "fake,other",
+            {"proposer_settings": {"reach": 3}},
+            "proposer_settings['reach']: the settings of a chain are by proposer, e.g. "
+            "{'fake': {'reach': ...}} (the chain: fake, other)",
+        ),
+        (
+            "fake,other",
+            {"proposer_settings": {"other": 3}},
+            "proposer_settings['other']=3: expected the settings of 'other' by name",
+        ),
+        (
+            "fake,other",
+            {"drafter": "folder"},
+            "drafter='folder': say which proposer of the chain it is for, e.g. 'fake=folder'",
+        ),
+        (
+            "fake,other",
+            {"drafter": {"othr": "folder"}},
+            "drafter: 'othr' is not in the chain fake, other; did you mean 'other'?",
+        ),
+    ],
+)
+def test_a_chain_that_makes_no_sense_is_refused(
+    no_weights: Path, proposer: str, speculative: dict[str, Any], words: str
+) -> None:
+    manager = plugins(spec(), spec("other"))
+    found = error_of(ConfigError, manager, no_weights, proposer=proposer, speculative=speculative)
+    assert found == words
+
+
+def test_a_chains_unknown_member_is_named(no_weights: Path) -> None:
+    words = error_of(PluginError, plugins(spec()), no_weights, proposer="fake,fuke")
+    assert words == "no proposer 'fuke'; installed: fake; did you mean 'fake'?"
+
+
+def test_members_of_a_chain_have_drafters_of_their_own(model: Any, tmp_path: Path) -> None:
+    manager = plugins(spec(), spec("other"))
+    folder = str(tmp_path)
+    for given in (f"other={folder}", {"other": folder}):
+        Fake.built.clear()
+        build(manager, model, proposer="fake,other", speculative={"drafter": given})
+        assert [proposer.config.drafter for proposer in Fake.built] == [None, folder]
 
 
 # -- the rest of the worker ----------------------------------------------------------------------

@@ -69,11 +69,13 @@ CORE = "foresay.core"
 SCHEDULING = "foresay.core.scheduling"
 WORKER = "foresay.core.worker"
 KNOWN_TO_SCHEDULING = [SCHEDULING, *(f"{CORE}.{name}" for name in ("messages", "config", "errors"))]
-FORBIDDEN_TO_WORKER = [SCHEDULING, f"{CORE}.engine", f"{CORE}.commands"]
+KERNELS = f"{WORKER}.kernels"
+FORBIDDEN_TO_WORKER = [SCHEDULING, *(f"{CORE}.{name}" for name in ("engine", "llm", "commands"))]
 KNOWN_TO_PLUGINS = [
     "foresay",
     *(f"{CORE}.{name}" for name in ("proposer", "registry", "errors", "testing")),
-    *(f"{WORKER}.{name}" for name in ("drafting", "decoder", "attention", "target")),
+    *(f"{WORKER}.{name}" for name in ("drafting", "decoder", "attention", "target", "checkpoint")),
+    f"{WORKER}.drafter_kv",
 ]
 LIGHT = [
     SCHEDULING,
@@ -81,6 +83,8 @@ LIGHT = [
     "foresay.cli",
     *(f"{CORE}.{name}" for name in ("config", "errors", "messages", "proposer", "registry")),
     *(f"{CORE}.{name}" for name in ("plugins", "plugin_commands", "offers", "proposer_class")),
+    *(f"{CORE}.{name}" for name in ("runner", "remote", "channel", "border")),
+    f"{WORKER}.serve",
 ]
 
 
@@ -136,6 +140,9 @@ def violations(name: str, source: str) -> list[str]:
             ),
             "the worker knows neither scheduling nor engine nor commands": (
                 not within(name, WORKER) or not within(target, *FORBIDDEN_TO_WORKER)
+            ),
+            "kernels import nothing of ours": not (
+                within(name, KERNELS) and ours and not within(target, KERNELS)
             ),
             "errors imports nothing of ours": not (name == f"{CORE}.errors" and ours),
             "hookspecs imports ours for types only": (
@@ -205,6 +212,11 @@ def test_imports_keep_the_rules(name: str) -> None:
             "foresay.core.commands.x",
             "import foresay.core.scheduling.request\nfrom foresay.core.worker import attention",
             ["only engine joins the wings"],
+        ),
+        (
+            "foresay.core.worker.kernels.x",
+            "from foresay.core.worker import noise",
+            ["kernels import nothing of ours"],
         ),
         ("foresay.core.errors", "import foresay", ["errors imports nothing of ours"]),
         (
@@ -331,7 +343,7 @@ def test_a_plugin_is_laid_out_as_a_distribution_of_its_own(plugin: Path) -> None
     project = toml(plugin / "pyproject.toml")["project"]
     module = f"foresay_{plugin.name}"
 
-    assert project["name"] == f"foresay-{plugin.name}"
+    assert project["name"].replace("-", "_") == module
     assert project["entry-points"]["foresay"] == {plugin.name: module}
     pins = [re.sub(r"\[[\w,]+\]", "", item) for item in project["dependencies"]]
     assert "foresay>=0.1,<0.2" in pins

@@ -20,13 +20,15 @@ from foresay.core.messages import (
     SamplingData,
     SchedulerOutput,
 )
-from foresay.core.proposer import Draft, DraftInput
+from foresay.core.proposer import Draft, DraftInput, Needs
+from foresay.core.worker.chain import Member, ProposerChain
 from foresay.core.worker.kv_cache import KVCache
 from foresay.core.worker.model_runner import ModelRunner, TokenView
 from foresay.core.worker.proposing import GuardedProposer
 from foresay.core.worker.target import load_target
 
 GREEDY = SamplingData(0.0, 0, 1.0, 0.0, 0, 0, ())
+NO_NEEDS = Needs()
 BLOCK_SIZE = 4
 NAN_ID = 150  # in `broken`, a token whose embedding is no number
 PROMPT = [5, 17, 99, 3, 42, 64, 8, 120, 33]
@@ -108,21 +110,22 @@ class Recorder:
 class Worker:
     """A model runner behind a pipe; all its steps are numbered, and said in full."""
 
-    def __init__(self, model: Any, proposer: Any = None, num_blocks: int = 16) -> None:
+    def __init__(
+        self, model: Any, proposer: Any = None, num_blocks: int = 16, needs: Needs = NO_NEEDS
+    ) -> None:
         target = load_target(model)
         self.cache = KVCache(target.kv_layout, num_blocks, BLOCK_SIZE, target.dtype, target.device)
-        guarded = None
+        chain = None
         if proposer is not None:
             guarded = GuardedProposer(
                 proposer, name="fake", owner="tests", vocab_size=target.vocab_size, strict=False
             )
+            chain = ProposerChain([Member(guarded, needs, 4)], target.vocab_size)
         self.runner = ModelRunner(
             target,
             self.cache,
-            guarded,
+            chain,
             max_model_len=64,
-            num_speculative_tokens=4,
-            max_context=None,
             row_invariant=True,
             summary="",
         )
@@ -488,11 +491,13 @@ def test_drafts_are_asked_for_after_the_commit_and_carry_its_length(model: Any) 
         new=[new("a", PROMPT, [3, 8, 1, 0]), new("b", OTHER, [2, 9])],
         k={"b": 1, "a": 3},
     )
-    assert worker.draft() == DraftTokenIds({"b": [11], "a": [11, 12, 13]}, {"b": 6, "a": 10})
+    assert worker.draft() == DraftTokenIds(
+        {"b": [11], "a": [11, 12, 13]}, {"b": 6, "a": 10}, {}, {"b": "fake", "a": "fake"}
+    )
     worker.step({"a": 3, "b": 1}, drafts={"a": a[1:3]}, k={"a": 2})
-    assert worker.draft() == DraftTokenIds({"a": [11, 12]}, {"a": 13})
+    assert worker.draft() == DraftTokenIds({"a": [11, 12]}, {"a": 13}, {}, {"a": "fake"})
     assert recorder.asked == [
-        [("b", [*OTHER, *b[:1]], 1, 1), ("a", [*PROMPT, *a[:1]], 1, 3)],
+        [("a", [*PROMPT, *a[:1]], 1, 3), ("b", [*OTHER, *b[:1]], 1, 1)],
         [("a", [*PROMPT, *a[:4]], 3, 2)],
     ]
 
@@ -566,7 +571,7 @@ def test_a_release_that_fails_is_told_with_the_next_drafts_or_without_any(model:
     worker = Worker(model, Clinging(11))
     new_requests = [new("a", PROMPT, [3, 8, 1]), new("b", OTHER, [0, 2]), new("c", OTHER, [4, 5])]
     worker.step({"a": 9, "b": 5, "c": 5}, new=new_requests, k={"a": 1, "b": 1})
-    assert worker.draft("b") == DraftTokenIds({"a": [11]}, {"a": 10}, {"raised": 1})
+    assert worker.draft("b") == DraftTokenIds({"a": [11]}, {"a": 10}, {"raised": 1}, {"a": "fake"})
     worker.step({"a": 1}, finished=["b", "c"], k={"a": 1})
     assert worker.draft("a") == DraftTokenIds({}, {}, {"raised": 2})
 

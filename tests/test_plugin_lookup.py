@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from foresay import hookimpl
-from foresay.core.errors import ConfigError, ForesayError, PluginError
+from foresay.core.errors import ForesayError, PluginError
 from foresay.core.plugins import PluginManager
 from foresay.core.proposer import Draft, DraftInput, Needs, ProposerConfig, ProposerSpec
 from foresay.core.registry import DrafterSpec, ModelAlias
@@ -143,13 +143,6 @@ def test_a_module_and_class_name_find_the_class(
 @pytest.mark.parametrize(
     ("proposer", "kind", "message"),
     [
-        pytest.param(
-            "a,b",
-            ConfigError,
-            "proposer 'a,b': chains of proposers are not supported by this version; name one "
-            "proposer",
-            id="a chain",
-        ),
         pytest.param(
             "absent_module:Repeat",
             PluginError,

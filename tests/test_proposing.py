@@ -46,8 +46,8 @@ def guarded(proposer: Any, *, strict: bool = False) -> GuardedProposer:
     )
 
 
-def requests(*ks: int) -> list[DraftRequest]:
-    return [DraftRequest(f"r{i}", [1, 2, 3], 1, k) for i, k in enumerate(ks)]
+def batch_of(*ks: int) -> DraftInput:
+    return DraftInput(tuple(DraftRequest(f"r{i}", [1, 2, 3], 1, k) for i, k in enumerate(ks)))
 
 
 def drafted(ids: Any) -> Draft:
@@ -58,10 +58,10 @@ def drafted(ids: Any) -> Draft:
 def test_sound_drafts_pass_as_they_are_short_empty_and_ragged() -> None:
     fake = Fake(Draft([[1, 2, 3], [], [0, VOCAB_SIZE - 1], [4]]))
     proposer = guarded(fake)
-    asked = requests(3, 2, 2, 5)
+    asked = batch_of(3, 2, 2, 5)
     assert proposer.propose(asked) == [[1, 2, 3], [], [0, 49], [4]]
     assert proposer.take_faults() == {}
-    assert [list(call.requests) for call in fake.calls] == [asked]
+    assert fake.calls == [asked]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_sound_drafts_pass_as_they_are_short_empty_and_ragged() -> None:
 )
 def test_any_sequence_of_integers_is_a_draft(ids: Any) -> None:
     proposer = guarded(Fake(drafted(ids)), strict=True)
-    (first, second) = proposer.propose(requests(2, 1))
+    (first, second) = proposer.propose(batch_of(2, 1))
     assert (first, second) == ([3, 4], [9])
     assert [type(token_id) for token_id in first] == [int, int]
 
@@ -94,7 +94,7 @@ def test_any_sequence_of_integers_is_a_draft(ids: Any) -> None:
 )
 def test_a_sequence_of_drafts_is_a_draft(token_ids: Any) -> None:
     proposer = guarded(Fake(Draft(token_ids)), strict=True)
-    assert proposer.propose(requests(2, 2)) == [[3, 4], [9, 8]]
+    assert proposer.propose(batch_of(2, 2)) == [[3, 4], [9, 8]]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_sequence_of_drafts_is_a_draft(token_ids: Any) -> None:
 )
 def test_too_long_a_draft_is_cut(ids: Any, kept: list[int]) -> None:
     proposer = guarded(Fake(drafted(ids)))
-    assert proposer.propose(requests(2, 1)) == [kept, [9]]
+    assert proposer.propose(batch_of(2, 1)) == [kept, [9]]
     assert proposer.take_faults() == {"too_long": 1}
 
 
@@ -142,11 +142,11 @@ BAD_IDS = {
 @pytest.mark.parametrize("bad", BAD_IDS.values(), ids=list(BAD_IDS))
 def test_a_draft_ends_before_its_first_bad_id(bad: Any) -> None:
     proposer = guarded(Fake(drafted([5, bad, 6])))
-    assert proposer.propose(requests(3, 1)) == [[5], [9]]
+    assert proposer.propose(batch_of(3, 1)) == [[5], [9]]
     assert proposer.take_faults() == {"bad_id": 1}
     strict = guarded(Fake(drafted([5, bad, 6])), strict=True)
     with pytest.raises(ProposerError, match=r"is no token id in range\(50\)"):
-        strict.propose(requests(3, 1))
+        strict.propose(batch_of(3, 1))
 
 
 def generator() -> Iterator[int]:
@@ -192,25 +192,25 @@ def test_what_is_no_draft_counts_as_raised_and_drafts_nothing(
     answer: Any, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     proposer = guarded(Fake(answer, drafted([5])))
-    assert proposer.propose(requests(3, 1)) == [[], []]
+    assert proposer.propose(batch_of(3, 1)) == [[], []]
     assert proposer.take_faults() == {"raised": 1}
     assert caplog.messages[0].startswith(f"{NAME}: {words}")
-    assert proposer.propose(requests(3, 1)) == [[5], [9]]
+    assert proposer.propose(batch_of(3, 1)) == [[5], [9]]
     strict = guarded(Fake(answer), strict=True)
     with pytest.raises(ProposerError) as error:
-        strict.propose(requests(3, 1))
+        strict.propose(batch_of(3, 1))
     assert str(error.value).startswith(f"{NAME}: {words}")
 
 
 def test_an_object_with_token_ids_passes_for_a_draft() -> None:
     proposer = guarded(Fake(SimpleNamespace(token_ids=[[5]])), strict=True)
-    assert proposer.propose(requests(1)) == [[5]]
+    assert proposer.propose(batch_of(1)) == [[5]]
 
 
 def test_faults_are_counted_by_kind_and_taken_once() -> None:
     proposer = guarded(Fake(Draft([[1, 2], [99], [1, None], [1, 2, 3]])))  # type: ignore[list-item]
-    proposer.propose(requests(1, 1, 2, 2))
-    proposer.propose(requests(1, 1, 2, 2))
+    proposer.propose(batch_of(1, 1, 2, 2))
+    proposer.propose(batch_of(1, 1, 2, 2))
     assert proposer.take_faults() == {"too_long": 4, "bad_id": 4}
     assert proposer.take_faults() == {}
 
@@ -221,7 +221,7 @@ def test_each_kind_of_fault_is_logged_once_naming_the_distribution(
     faults = (drafted([1, 2, 3]), RuntimeError("no"), drafted([-1]))
     proposer = guarded(Fake(*faults, *faults))
     for _ in range(6):
-        proposer.propose(requests(2, 1))
+        proposer.propose(batch_of(2, 1))
     assert caplog.record_tuples == [
         ("foresay", logging.WARNING, f"{NAME}: {what}; counted from now on, not logged again")
         for what in (
@@ -238,7 +238,7 @@ def test_three_failures_in_a_row_drop_the_proposer(caplog: pytest.LogCaptureFixt
     proposer = guarded(fake)
     dropped = []
     for _ in range(3):
-        proposer.propose(requests(1))
+        proposer.propose(batch_of(1))
         dropped.append(proposer.dropped)
     assert dropped == [False, False, True]
     assert caplog.messages[1:] == [f"{NAME} failed 3 times in a row and is off for this engine"]
@@ -251,7 +251,7 @@ def test_failures_with_a_success_between_them_do_not_drop_it() -> None:
     fail, work = RuntimeError("no"), drafted([5])
     proposer = guarded(Fake(fail, fail, work, fail, None, work))
     for _ in range(6):
-        proposer.propose(requests(1, 1))
+        proposer.propose(batch_of(1, 1))
     assert not proposer.dropped
     assert proposer.take_faults() == {"raised": 4}
 
@@ -259,7 +259,7 @@ def test_failures_with_a_success_between_them_do_not_drop_it() -> None:
 def test_mended_drafts_are_no_failures() -> None:
     proposer = guarded(Fake(drafted([-1, 5, 6])))
     for _ in range(5):
-        proposer.propose(requests(1, 1))
+        proposer.propose(batch_of(1, 1))
     assert not proposer.dropped
 
 
@@ -279,16 +279,16 @@ def test_a_proposer_cannot_change_the_list_of_requests(
         return Draft([[5]] * len(batch.requests))
 
     proposer = guarded(Fake(answer))
-    asked = requests(1, 2)
+    asked = batch_of(1, 2)
     assert proposer.propose(asked) == [[], []]
-    assert asked == requests(1, 2)
+    assert asked == batch_of(1, 2)
     assert proposer.take_faults() == {"raised": 1}
 
 
 def test_a_list_that_the_proposer_goes_on_using_is_copied() -> None:
     mine = [[5, 6]]
     proposer = guarded(Fake(Draft(mine)))
-    found = proposer.propose(requests(2))
+    found = proposer.propose(batch_of(2))
     mine[0].append(7)
     assert found == [[5, 6]]
 
@@ -308,7 +308,7 @@ def test_a_proposer_without_release_is_fine() -> None:
 
     proposer = guarded(Bare(), strict=True)
     proposer.release("a")
-    assert proposer.propose(requests(1)) == [[5]]
+    assert proposer.propose(batch_of(1)) == [[5]]
 
 
 def test_a_release_that_raises_is_survived_and_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -323,7 +323,7 @@ def test_a_release_that_raises_is_survived_and_counted(caplog: pytest.LogCapture
     assert caplog.messages == [
         f"{NAME}: release: KeyError: 'a'; counted from now on, not logged again"
     ]
-    assert proposer.propose(requests(1, 1)) == [[5], [9]]
+    assert proposer.propose(batch_of(1, 1)) == [[5], [9]]
     assert proposer.take_faults() == {"raised": 4}
     with pytest.raises(ProposerError, match="release: KeyError: 'a'"):
         guarded(Forgetful(None), strict=True).release("a")
@@ -332,10 +332,10 @@ def test_a_release_that_raises_is_survived_and_counted(caplog: pytest.LogCapture
 def test_strict_mode_raises_at_each_fault_naming_its_cause() -> None:
     cause = RuntimeError("no")
     with pytest.raises(ProposerError) as error:
-        guarded(Fake(cause), strict=True).propose(requests(1))
+        guarded(Fake(cause), strict=True).propose(batch_of(1))
     assert error.value.__cause__ is cause
     with pytest.raises(ProposerError, match="more drafts than the 1 wanted"):
-        guarded(Fake(drafted([1, 2])), strict=True).propose(requests(1, 1))
+        guarded(Fake(drafted([1, 2])), strict=True).propose(batch_of(1, 1))
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
@@ -344,4 +344,4 @@ def test_what_ends_the_program_is_not_survived(stop: type[BaseException]) -> Non
         raise stop
 
     with pytest.raises(stop):
-        guarded(Fake(answer)).propose(requests(1))
+        guarded(Fake(answer)).propose(batch_of(1))

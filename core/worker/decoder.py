@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from foresay.core.proposer import KVRows
 from foresay.core.worker.attention import AttentionMetadata, AttentionRules, paged_attention
-from foresay.core.worker.kv_cache import KVCache, LayerCache, LayerKV
+from foresay.core.worker.capture import Capture
+from foresay.core.worker.kv_cache import KVCache, LayerKV
 from foresay.core.worker.linear import Linear, compute_dtype
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -105,49 +108,153 @@ def _even_parts(num_rows: int, width: int, num_threads: int) -> list[int]:
     return sizes
 
 
-class DecoderBlock:
-    """One layer: attention and MLP, each behind an RMSNorm, each added to the residual stream."""
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The shape of an attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @staticmethod
+    def of(config: Any) -> Heads:
+        """Read the shape from a Llama-like config."""
+        num_heads = int(config.num_attention_heads)
+        return Heads(
+            num_heads,
+            int(getattr(config, "num_key_value_heads", None) or num_heads),
+            int(getattr(config, "head_dim", None) or config.hidden_size // num_heads),
+        )
+
+
+class Attend(Protocol):
+    """Stores keys and values and attends: `foresay.core.proposer.KVRows.attend` is one."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,  # [num_tokens, num_heads, head_dim], rope applied
+        key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim], rope applied
+        value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor:
+        """Return [num_tokens, num_heads, head_dim]."""
+        ...
+
+
+class SelfAttention:
+    """Attention with rope and grouped heads, between its norm and the residual stream.
+
+    `tensors` are named as in checkpoints: `q_proj.weight` [num_heads * head_dim, input_size],
+    `k_proj.weight`, `v_proj.weight`, `o_proj.weight`; biases of these, `q_norm.weight` and
+    `k_norm.weight` [head_dim] if there are any. The input may be wider than the output.
+    """
 
     def __init__(
         self,
-        layer: nn.Module,
-        config: Any,
+        tensors: Mapping[str, torch.Tensor],
+        heads: Heads,
+        *,
+        eps: float,
         dtype: torch.dtype,
         device: torch.device,
-        window: int | None,
+        window: int | None = None,
     ) -> None:
-        attention: Any = layer.self_attn
-        mlp: Any = layer.mlp
-
-        def fused(*modules: nn.Linear) -> Linear:
-            weight = torch.cat([m.weight.detach().to(device, dtype) for m in modules])
-            bias = None
-            if modules[0].bias is not None:
-                bias = torch.cat([m.bias.detach().to(device, dtype) for m in modules])
-            return Linear(weight, bias, dtype, pack=True)
-
-        def vector(weight: torch.Tensor) -> torch.Tensor:
-            return weight.detach().to(device, dtype).clone()
-
-        self.qkv = fused(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.out = fused(attention.o_proj)
-        self.gate_up = fused(mlp.gate_proj, mlp.up_proj)
-        self.down = fused(mlp.down_proj)
-        normed: Any = layer
-        self.attention_norm = vector(normed.input_layernorm.weight)
-        self.mlp_norm = vector(normed.post_attention_layernorm.weight)
+        self.heads = heads
+        self.qkv = _fused(tensors, ("q_proj", "k_proj", "v_proj"), dtype, device)
+        self.out = _fused(tensors, ("o_proj",), dtype, device)
         self.query_key_norm = None
-        if hasattr(attention, "q_norm"):
+        if "q_norm.weight" in tensors:
             self.query_key_norm = (
-                vector(attention.q_norm.weight),
-                vector(attention.k_norm.weight),
+                vector(tensors["q_norm.weight"], dtype, device),
+                vector(tensors["k_norm.weight"], dtype, device),
             )
-        self.eps = float(config.rms_norm_eps)
-        self.num_heads = int(config.num_attention_heads)
-        self.num_kv_heads = int(config.num_key_value_heads)
-        self.head_dim = int(attention.head_dim)
-        self.intermediate_size = int(mlp.gate_proj.out_features)
-        self.scale = self.head_dim**-0.5
+        self.eps = eps
+        self.scale = heads.head_dim**-0.5
+        self.window = window
+
+    def __call__(
+        self,
+        x: torch.Tensor,  # [num_tokens, input_size], normed
+        residual: torch.Tensor,  # [num_tokens, hidden_size]
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """Return `residual` and what is attended to, added; [num_tokens, hidden_size]."""
+        num_tokens, heads = x.shape[0], self.heads
+        num_rotated = heads.num_heads + heads.num_kv_heads
+        qkv = self.qkv(x).view(num_tokens, num_rotated + heads.num_kv_heads, heads.head_dim)
+        query_key, value = qkv[:, :num_rotated], qkv[:, num_rotated:]
+        if self.query_key_norm is not None:
+            query_norm, key_norm = self.query_key_norm
+            dim = (heads.head_dim,)
+            query_key = torch.cat(
+                [
+                    F.rms_norm(query_key[:, : heads.num_heads], dim, query_norm, self.eps),
+                    F.rms_norm(query_key[:, heads.num_heads :], dim, key_norm, self.eps),
+                ],
+                dim=1,
+            )
+        query_key = rotate(query_key, cos, sin)
+        attended = attend(
+            query_key[:, : heads.num_heads],
+            query_key[:, heads.num_heads :],
+            value,
+            scale=self.scale,
+            sliding_window=self.window,
+        )
+        return self.out.add_to(residual, attended.reshape(num_tokens, -1))
+
+
+class MLP:
+    """The gated MLP, between its norm and the residual stream.
+
+    `tensors`: `gate_proj.weight` and `up_proj.weight` [intermediate_size, hidden_size],
+    `down_proj.weight`, and biases of these if there are any.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.gate_up = _fused(tensors, ("gate_proj", "up_proj"), dtype, device)
+        self.down = _fused(tensors, ("down_proj",), dtype, device)
+        self.intermediate_size = int(tensors["gate_proj.weight"].shape[0])
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Return `residual` and the MLP's output of the normed `x`, added; the shape of both."""
+        gate, up = self.gate_up(x).split(self.intermediate_size, dim=-1)
+        return self.down.add_to(residual, silu(gate).mul_(up))
+
+
+class DecoderBlock:
+    """One layer: attention and MLP, each behind an RMSNorm, each added to the residual stream.
+
+    `tensors` are named as in checkpoints: `input_layernorm.weight`,
+    `post_attention_layernorm.weight`, and those of `SelfAttention` and `MLP` under `self_attn.`
+    and `mlp.`. Without an `input_layernorm.weight` attention takes the residual stream as it is.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        heads: Heads,
+        *,
+        eps: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        window: int | None = None,
+    ) -> None:
+        self.attention = SelfAttention(
+            under(tensors, "self_attn."), heads, eps=eps, dtype=dtype, device=device, window=window
+        )
+        self.mlp = MLP(under(tensors, "mlp."), dtype, device)
+        self.attention_norm = None
+        if "input_layernorm.weight" in tensors:
+            self.attention_norm = vector(tensors["input_layernorm.weight"], dtype, device)
+        self.mlp_norm = vector(tensors["post_attention_layernorm.weight"], dtype, device)
+        self.eps = eps
         self.window = window
 
     def __call__(
@@ -155,39 +262,45 @@ class DecoderBlock:
         residual: torch.Tensor,  # [num_tokens, hidden_size]
         cos: torch.Tensor,
         sin: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
+        attend: Attend,
     ) -> torch.Tensor:
         """Return the residual stream after this layer; [num_tokens, hidden_size]."""
-        num_tokens, hidden_size = residual.shape
-        num_rotated = self.num_heads + self.num_kv_heads
-        x = F.rms_norm(residual, (hidden_size,), self.attention_norm, self.eps)
-        qkv = self.qkv(x).view(num_tokens, num_rotated + self.num_kv_heads, self.head_dim)
-        query_key, value = qkv[:, :num_rotated], qkv[:, num_rotated:]
-        if self.query_key_norm is not None:
-            query_norm, key_norm = self.query_key_norm
-            dim = (self.head_dim,)
-            query_key = torch.cat(
-                [
-                    F.rms_norm(query_key[:, : self.num_heads], dim, query_norm, self.eps),
-                    F.rms_norm(query_key[:, self.num_heads :], dim, key_norm, self.eps),
-                ],
-                dim=1,
-            )
-        query_key = rotate(query_key, cos, sin)
-        attended = paged_attention(
-            query_key[:, : self.num_heads],
-            query_key[:, self.num_heads :],
-            value,
-            cache,
-            metadata,
-            scale=self.scale,
-            sliding_window=self.window,
-        )
-        residual = self.out.add_to(residual, attended.reshape(num_tokens, -1))
-        x = F.rms_norm(residual, (hidden_size,), self.mlp_norm, self.eps)
-        gate, up = self.gate_up(x).split(self.intermediate_size, dim=-1)
-        return self.down.add_to(residual, silu(gate).mul_(up))
+        dim = residual.shape[1:]
+        x = residual
+        if self.attention_norm is not None:
+            x = F.rms_norm(residual, dim, self.attention_norm, self.eps)
+        residual = self.attention(x, residual, cos, sin, attend)
+        return self.mlp(F.rms_norm(residual, dim, self.mlp_norm, self.eps), residual)
+
+
+def under(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """Return the tensors whose names begin with `prefix`, without it."""
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def vector(weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a copy of a norm's weight."""
+    return weight.detach().to(device, dtype).clone()
+
+
+def _fused(
+    tensors: Mapping[str, torch.Tensor],
+    names: Sequence[str],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Linear:
+    """Return one product for several of the same input; either all have a bias or none has."""
+    weight, bias = (
+        [tensors[f"{name}.{kind}"].detach() for name in names if f"{name}.{kind}" in tensors]
+        for kind in ("weight", "bias")
+    )
+    assert len(bias) in (0, len(weight))
+    return Linear(
+        torch.cat([part.to(device, dtype) for part in weight]),
+        torch.cat([part.to(device, dtype) for part in bias]) if bias else None,
+        dtype,
+        pack=True,
+    )
 
 
 class FastDecoder:
@@ -208,10 +321,17 @@ class FastDecoder:
         self.vocab_size = int(config.vocab_size)
         self.hidden_size = int(config.hidden_size)
         self.eps = float(config.rms_norm_eps)
-        windows = _sliding_windows(config)
+        heads = Heads.of(config)
         self.layers = [
-            DecoderBlock(layer, config, dtype, device, window)
-            for layer, window in zip(causal.model.layers, windows, strict=True)
+            DecoderBlock(
+                dict(layer.named_parameters()),
+                heads,
+                eps=self.eps,
+                dtype=dtype,
+                device=device,
+                window=window,
+            )
+            for layer, window in zip(causal.model.layers, _sliding_windows(config), strict=True)
         ]
         self.embeddings = causal.model.embed_tokens.weight.detach().to(device, dtype)
         self.norm = causal.model.norm.weight.detach().to(device, dtype).clone()
@@ -219,16 +339,16 @@ class FastDecoder:
         self.lm_head = Linear(head.weight.detach().to(device, dtype), head.bias, dtype, pack=True)
         rotary = copy.deepcopy(causal.model.rotary_emb).to(device)  # the table goes on using it
         self.rotary = RotaryTable(rotary, dtype, device)
-        self.kv_layout = [
-            LayerKV(block.num_kv_heads, block.head_dim, block.head_dim) for block in self.layers
-        ]
+        self.kv_layout = [LayerKV(heads.num_kv_heads, heads.head_dim, heads.head_dim)] * len(
+            self.layers
+        )
         self.attention_rules = AttentionRules.choose(
             device,
             dtype,
             compute_dtype(dtype, device),
-            num_heads=self.layers[0].num_heads,
-            num_kv_heads=self.layers[0].num_kv_heads,
-            head_dim=self.layers[0].head_dim,
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
             row_invariant=row_invariant,
         )
         # Kernels pad a single row; to do that once per step is cheaper than in every operation.
@@ -263,14 +383,44 @@ class FastDecoder:
         output_rows: torch.Tensor,  # [num_output_rows], indices into the rows
         cache: KVCache,
         metadata: AttentionMetadata,
+        capture: Capture | None = None,
     ) -> torch.Tensor:
-        """Return logits [num_output_rows, vocab_size] in the model's dtype."""
+        """Return logits [num_output_rows, vocab_size] in the model's dtype; fill `capture`."""
+        attends = [
+            functools.partial(paged_attention, cache=layer, metadata=metadata)
+            for layer in cache.layers
+        ]
+        return self._run(input_ids, metadata.positions, output_rows, attends, capture)
+
+    def forward_rows(
+        self, input_ids: torch.Tensor, output_rows: torch.Tensor, rows: KVRows
+    ) -> torch.Tensor:
+        """Return the same as `forward`, over a proposer's own KV layers."""
+        attends = [functools.partial(rows.attend, number) for number in range(len(self.layers))]
+        return self._run(input_ids, rows.positions, output_rows, attends, None)
+
+    def _run(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        output_rows: torch.Tensor,
+        attends: Sequence[Attend],  # by layer
+        capture: Capture | None,
+    ) -> torch.Tensor:
         residual = F.embedding(input_ids, self.embeddings)
-        cos, sin = self.rotary.rows(metadata.positions)
-        for block, layer_cache in zip(self.layers, cache.layers, strict=True):
-            residual = block(residual, cos, sin, layer_cache, metadata)
-        residual = residual.index_select(0, output_rows)
-        return self.lm_head(F.rms_norm(residual, (self.hidden_size,), self.norm, self.eps))
+        cos, sin = self.rotary.rows(positions)
+        for number, (block, attend) in enumerate(zip(self.layers, attends, strict=True)):
+            if capture is not None:
+                capture.put_stream(number, residual)
+            residual = block(residual, cos, sin, attend)
+        if capture is not None:
+            capture.put_stream(len(self.layers), residual)
+            if capture.hidden_state:
+                capture.put_hidden(self._normed(residual))
+        return self.lm_head(self._normed(residual.index_select(0, output_rows)))
+
+    def _normed(self, residual: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(residual, (self.hidden_size,), self.norm, self.eps)
 
 
 def _sliding_windows(config: Any) -> list[int | None]:

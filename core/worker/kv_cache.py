@@ -77,7 +77,11 @@ class LayerCache:
 
 
 class KVCache:
-    """The KV tensors of all layers, zeroed at the start."""
+    """The KV tensors of all layers, zeroed at the start.
+
+    `layers` are the target's, `proposer_layers` those of its proposers: another layout, but the
+    same blocks.
+    """
 
     def __init__(
         self,
@@ -86,6 +90,7 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        proposer_layout: Sequence[LayerKV] = (),
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -94,12 +99,12 @@ class KVCache:
         num_slots = (num_blocks + 2) * block_size
 
         try:
-            self.layers = [
-                LayerCache(layer, _zeros((num_slots, layer.width), dtype, device))
-                for layer in layout
-            ]
+            self.layers, self.proposer_layers = (
+                [LayerCache(kv, _zeros((num_slots, kv.width), dtype, device)) for kv in layers]
+                for layers in (layout, proposer_layout)
+            )
         except (MemoryError, torch.OutOfMemoryError) as error:
-            size = num_blocks * block_bytes(layout, block_size, dtype)
+            size = num_blocks * block_bytes([*layout, *proposer_layout], block_size, dtype)
             raise ConfigError(
                 f"num_blocks={num_blocks}: a KV cache of {size / 2**30:.1f} GiB does not fit in "
                 "memory; lower num_blocks"
@@ -109,7 +114,7 @@ class KVCache:
         """Zero whole blocks: one NaN in a masked slot would poison attention."""
         for block_id in block_ids:
             first = block_id * self.block_size
-            for layer in self.layers:
+            for layer in (*self.layers, *self.proposer_layers):
                 layer.slots[first : first + self.block_size].zero_()
 
 

@@ -14,6 +14,7 @@ import torch
 
 from foresay.core.errors import ConfigError
 from foresay.core.worker.attention import AttentionMetadata
+from foresay.core.worker.capture import Capture
 from foresay.core.worker.kv_cache import KVCache, LayerKV, block_bytes
 from foresay.core.worker.target import TargetModel
 
@@ -64,7 +65,9 @@ def _cgroup_room() -> int:
 
 
 @torch.inference_mode()
-def dummy_step(target: TargetModel, num_rows: int, num_output_rows: int) -> None:
+def dummy_step(
+    target: TargetModel, num_rows: int, num_output_rows: int, capture: Capture | None = None
+) -> None:
     """Run one step of `num_rows` rows, `num_output_rows` of them with logits, that leaves no trace.
 
     A GPU's allocator keeps what such a step needs, so that the pool does not take that memory.
@@ -82,7 +85,7 @@ def dummy_step(target: TargetModel, num_rows: int, num_output_rows: int) -> None
     )
     input_ids = torch.zeros(num_rows, dtype=torch.int64, device=target.device)
     output_rows = torch.arange(min(num_output_rows, num_rows), device=target.device)
-    target.forward(input_ids, output_rows, cache, metadata)
+    target.forward(input_ids, output_rows, cache, metadata, capture)
 
 
 def size_pool(

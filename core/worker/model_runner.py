@@ -6,6 +6,7 @@ live in another process. It decides nothing: who runs, how many rows, when a tex
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
@@ -23,8 +24,10 @@ from foresay.core.messages import (
 )
 from foresay.core.proposer import DraftRequest
 from foresay.core.worker.attention import AttentionMetadata
+from foresay.core.worker.capture import Capture
+from foresay.core.worker.chain import ProposerChain
+from foresay.core.worker.draft_sampler import DraftProbs
 from foresay.core.worker.kv_cache import KVCache
-from foresay.core.worker.proposing import GuardedProposer
 from foresay.core.worker.rejection_sampler import VerifyRequest, VerifyResult, verify
 from foresay.core.worker.target import TargetModel
 
@@ -95,36 +98,55 @@ class _State:
     num_computed_tokens: int
     blocks: _BlockTable
     sampling: SamplingData
+    prediction_ids: Sequence[int] = ()
+    may_draft: bool = True
     num_new_tokens: int = 0  # committed by the last step
+    draft_probs: DraftProbs | None = None  # what the draft that is to be verified was drawn from
+
+    def probs_of(self, drafts: Sequence[int]) -> DraftProbs | None:
+        """Return what `drafts` were drawn from, cut as they were; None: they are deterministic."""
+        probs = self.draft_probs
+        if probs is None or not drafts or probs.num_tokens != len(self.token_ids):
+            return None
+        return probs.cut(len(drafts))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """Where a pass of the target left a request's hidden states."""
+
+    capture: Capture | None
+    first_row: int
 
 
 class ModelRunner:
-    """The worker: one target model, its KV cache, and at most one proposer."""
+    """The worker: one target model, its KV cache, and its proposers, if any."""
 
     def __init__(
         self,
         target: TargetModel,
         cache: KVCache,
-        proposer: GuardedProposer | None,
+        proposers: ProposerChain | None,
         *,
         max_model_len: int,
-        num_speculative_tokens: int,
-        max_context: int | None,
         row_invariant: bool,
         summary: str,
     ) -> None:
         """The facts are for the engine: limits, what was found out, one line that says so."""
         self.target = target
         self.cache = cache
-        self.proposer = proposer
-        self.proposer_name = proposer.name if proposer is not None else None
+        self.proposers = proposers
+        self.proposer_name = proposers.name if proposers is not None else None
+        self.num_speculative_tokens = proposers.num_speculative_tokens if proposers else 0
+        self.max_context = proposers.max_context if proposers is not None else None
+        self.takes_prediction = proposers is not None and proposers.takes_prediction
+        self.draft_slots = proposers.draft_slots if proposers is not None else 0
+        self.has_proposer_kv = proposers is not None and proposers.has_kv
         self.tokenizer = target.tokenizer
         self.eos_token_ids = target.eos_token_ids
         self.vocab_size = target.vocab_size
         self.num_blocks = cache.num_blocks
         self.max_model_len = max_model_len
-        self.num_speculative_tokens = num_speculative_tokens
-        self.max_context = max_context
         self.row_invariant = row_invariant
         self.summary = summary
         self._states: dict[str, _State] = {}
@@ -137,7 +159,8 @@ class ModelRunner:
         self._step = step
         if not step.num_scheduled_tokens:
             return ModelRunnerOutput(step.step_id, {})
-        results = self._verified(step)
+        results, passes = self._verified(step)
+        faults = _faults(results)
         spoiled = {
             req_id: len(drafts)
             for req_id, drafts in step.scheduled_spec_decode_tokens.items()
@@ -146,7 +169,7 @@ class ModelRunner:
         if spoiled:
             # A draft's row that is no number may have spoilt, through attention, those before it.
             # Without its drafts a request gets what plain decoding gives, be it an error.
-            results |= self._verified(
+            again, passes_again = self._verified(
                 replace(
                     step,
                     num_scheduled_tokens={
@@ -157,28 +180,54 @@ class ModelRunner:
                     num_output_rows=dict.fromkeys(spoiled, 1),
                 )
             )
+            results |= again
+            passes |= passes_again
+            faults += _faults(again)
         sampled = {r: result.token_ids for r, result in results.items() if result.error is None}
-        failed = {r: result.error for r, result in results.items() if result.error is not None}
-        self._commit(step, sampled)
-        return ModelRunnerOutput(step.step_id, sampled, failed)
+        self._commit(step, sampled, passes)
+        return ModelRunnerOutput(
+            step.step_id,
+            sampled,
+            failed={r: result.error for r, result in results.items() if result.error is not None},
+            logprobs={
+                r: result.logprobs
+                for r, result in results.items()
+                if result.error is None and result.logprobs is not None
+            },
+            faults=dict(faults),
+        )
 
-    def _verified(self, step: SchedulerOutput) -> dict[str, VerifyResult]:
-        """Run the step's forward and verify the drafts; by request with output rows."""
-        logits = self._forward(step)  # [num_output_rows in all, vocab_size]
-        requests = [
-            VerifyRequest(
-                req_id=req_id,
-                draft_token_ids=step.scheduled_spec_decode_tokens.get(req_id, []),
-                num_committed=len(self._states[req_id].token_ids),
-                num_output_tokens=len(self._states[req_id].token_ids)
-                - self._states[req_id].num_prompt_tokens,
-                sampling=self._states[req_id].sampling,
+    def _verified(self, step: SchedulerOutput) -> tuple[dict[str, VerifyResult], dict[str, _Pass]]:
+        """Run the step's forward and verify the drafts.
+
+        Returns the results of requests with output rows, and what the pass left for proposers.
+        """
+        capture = self.proposers.capture() if self.proposers is not None else None
+        logits = self._forward(step, capture)  # [num_output_rows in all, vocab_size]
+        passes = {}
+        first_row = 0
+        for req_id, num_scheduled in step.num_scheduled_tokens.items():
+            passes[req_id] = _Pass(capture, first_row)
+            first_row += num_scheduled
+        requests = []
+        for req_id in step.num_scheduled_tokens:
+            if step.num_output_rows[req_id] == 0:
+                continue
+            state = self._states[req_id]
+            drafts = step.scheduled_spec_decode_tokens.get(req_id, [])
+            requests.append(
+                VerifyRequest(
+                    req_id=req_id,
+                    draft_token_ids=drafts,
+                    token_ids=state.token_ids,
+                    num_prompt_tokens=state.num_prompt_tokens,
+                    sampling=state.sampling,
+                    draft_probs=state.probs_of(drafts),
+                )
             )
-            for req_id in step.num_scheduled_tokens
-            if step.num_output_rows[req_id] > 0
-        ]
         results = verify(logits, requests)
-        return {r.req_id: result for r, result in zip(requests, results, strict=True)}
+        by_request = {r.req_id: result for r, result in zip(requests, results, strict=True)}
+        return by_request, passes
 
     def draft(self, finished_req_ids: Sequence[str]) -> DraftTokenIds | None:
         """Ask the proposer for the drafts that the step executed last wants.
@@ -189,33 +238,53 @@ class ModelRunner:
         for req_id in finished_req_ids:
             self._forget(req_id)
         step, self._step = self._step, None
-        if self.proposer is None:
+        if self.proposers is None:
             return None
-        num_wanted = step.num_draft_tokens if step is not None else {}
-        requests = [] if self.proposer.dropped else self._draft_requests(num_wanted)
-        drafts = self.proposer.propose(requests) if requests else []
-        faults = self.proposer.take_faults()  # releasing may have failed, too
-        if not requests and not faults:
+        requests = self._draft_requests(step) if step and not self.proposers.dropped else []
+        sampling = {request.req_id: self._states[request.req_id].sampling for request in requests}
+        drafted = self.proposers.propose(requests, sampling, self._slots) if requests else {}
+        faults = self.proposers.take_faults()  # releasing may have failed, too
+        num_stored = self.proposers.num_stored(list(sampling))
+        if not any(request.k for request in requests) and not faults and not num_stored:
             return None
-        drafted = {r.req_id: ids for r, ids in zip(requests, drafts, strict=True) if ids}
+        for req_id, draft in drafted.items():
+            self._states[req_id].draft_probs = draft.probs
         return DraftTokenIds(
-            draft_token_ids=drafted,
+            draft_token_ids={req_id: draft.token_ids for req_id, draft in drafted.items()},
             num_tokens={req_id: len(self._states[req_id].token_ids) for req_id in drafted},
             faults=faults,
+            proposers={req_id: draft.proposer for req_id, draft in drafted.items()},
+            num_stored_tokens=num_stored,
         )
 
-    def _draft_requests(self, num_draft_tokens: Mapping[str, int]) -> list[DraftRequest]:
-        """Return what to ask the proposer for: nothing for prompts that are not complete."""
-        return [
-            DraftRequest(
-                req_id=req_id,
-                token_ids=TokenView(self._states[req_id].token_ids),
-                num_new_tokens=self._states[req_id].num_new_tokens,
-                k=k,
+    def close(self) -> None:
+        """Forget every request. The model goes when nobody holds the runner any more."""
+        for req_id in list(self._states):
+            self._forget(req_id)
+
+    def _draft_requests(self, step: SchedulerOutput) -> list[DraftRequest]:
+        """Return the step's requests; k is 0 where nothing is to be drafted."""
+        requests = []
+        for req_id in step.num_scheduled_tokens:
+            state = self._states.get(req_id)
+            if state is None or not state.may_draft:
+                continue
+            # Nothing for prompts that are not complete.
+            k = step.num_draft_tokens.get(req_id, 0) if state.num_new_tokens else 0
+            requests.append(
+                DraftRequest(
+                    req_id=req_id,
+                    token_ids=TokenView(state.token_ids),
+                    num_new_tokens=state.num_new_tokens,
+                    k=k,
+                    prediction_ids=state.prediction_ids,
+                    num_prompt_tokens=state.num_prompt_tokens,
+                )
             )
-            for req_id, k in num_draft_tokens.items()
-            if req_id in self._states and self._states[req_id].num_new_tokens > 0
-        ]
+        return requests
+
+    def _slots(self, req_id: str, num_positions: int) -> np.ndarray:
+        return self._states[req_id].blocks.slots(num_positions)
 
     def _receive(self, step: SchedulerOutput) -> None:
         """Bring the worker's copies up to date with what the scheduler decided."""
@@ -224,6 +293,8 @@ class ModelRunner:
         self.cache.zero_blocks(step.block_ids_to_zero)
         for request in step.new_requests:
             self._states[request.req_id] = self._new_state(request)
+            if self.proposers is not None and request.may_draft:
+                self.proposers.admit(request.req_id, request.num_computed_tokens)
         for req_id, update in step.block_table_updates.items():
             blocks = self._states[req_id].blocks
             blocks.cut(update.num_kept)
@@ -236,13 +307,15 @@ class ModelRunner:
             num_computed_tokens=request.num_computed_tokens,
             blocks=_BlockTable(request.block_ids, self.cache.block_size),
             sampling=request.sampling,
+            prediction_ids=TokenView(request.prediction_ids) if request.prediction_ids else (),
+            may_draft=request.may_draft,
         )
 
     def _forget(self, req_id: str) -> None:
-        if self._states.pop(req_id, None) is not None and self.proposer is not None:
-            self.proposer.release(req_id)
+        if self._states.pop(req_id, None) is not None and self.proposers is not None:
+            self.proposers.release(req_id)
 
-    def _forward(self, step: SchedulerOutput) -> torch.Tensor:
+    def _forward(self, step: SchedulerOutput, capture: Capture | None) -> torch.Tensor:
         """Run the target on the step's rows; returns the logits of its output rows."""
         input_ids: list[int] = []
         positions: list[np.ndarray] = []
@@ -281,16 +354,32 @@ class ModelRunner:
             torch.from_numpy(np.concatenate(output_rows)).to(device),
             self.cache,
             metadata,
+            capture,
         )
 
-    def _commit(self, step: SchedulerOutput, sampled: dict[str, list[int]]) -> None:
+    def _commit(
+        self, step: SchedulerOutput, sampled: dict[str, list[int]], passes: dict[str, _Pass]
+    ) -> None:
         """Advance as the scheduler does: what was scheduled, less the rejected drafts."""
         for req_id, num_scheduled in step.num_scheduled_tokens.items():
             state = self._states[req_id]
+            start = state.num_computed_tokens
             state.num_computed_tokens += num_scheduled
+            state.draft_probs = None
             tokens = sampled.get(req_id, [])
             state.num_new_tokens = len(tokens)
             if tokens:
                 num_drafts = len(step.scheduled_spec_decode_tokens.get(req_id, ()))
                 state.num_computed_tokens -= num_drafts - (len(tokens) - 1)
                 state.token_ids += tokens
+            if self.proposers is not None and state.may_draft:
+                first = passes[req_id].first_row
+                kept = slice(first, first + state.num_computed_tokens - start)
+                self.proposers.add_features(req_id, start, passes[req_id].capture, kept)
+
+
+def _faults(results: Mapping[str, VerifyResult]) -> Counter[str]:
+    faults: Counter[str] = Counter()
+    for result in results.values():
+        faults.update(result.faults)
+    return faults

@@ -15,6 +15,8 @@ from typing import Any
 
 from foresay.core.errors import ProposerError, one_line
 from foresay.core.proposer import DraftInput, DraftRequest, Proposer
+from foresay.core.worker.draft_sampler import StepSampler
+from foresay.core.worker.drafter_kv import StepKV
 
 logger = logging.getLogger("foresay")
 
@@ -24,46 +26,80 @@ MAX_FAILURES_IN_A_ROW = 3
 class GuardedProposer:
     """A proposer behind the error policy: faults are mended or survived, logged once, counted.
 
-    The kinds are "raised" (it raised, or what it returned is no `Draft`), "too_long" and "bad_id".
-    After three failing calls in a row the proposer is dropped for the engine's life. In strict
-    mode every fault raises `ProposerError` instead.
+    The kinds are "raised" (it raised, or what it returned is no `Draft`), "too_long", "bad_id" and
+    "not_as_drawn" (it returned something else than it drew through the sampler) and
+    "not_stored" (it left positions out of its KV layers). After three failing calls in a row the
+    proposer is dropped for the engine's life; at once, if it has hidden states or KV layers to
+    keep up with, and when something was not stored. In strict mode every fault raises
+    `ProposerError` instead.
+
+    What a request drew through the sampler is its draft, whatever is returned, and if `propose`
+    raises afterwards: had it been dropped for what it is, the text's distribution would change.
     """
 
     def __init__(
-        self, proposer: Proposer, *, name: str, owner: str, vocab_size: int, strict: bool
+        self,
+        proposer: Proposer,
+        *,
+        name: str,
+        owner: str,
+        vocab_size: int,
+        strict: bool,
+        max_failures: int = MAX_FAILURES_IN_A_ROW,
     ) -> None:
-        """`owner` names the distribution, for messages; draft ids are in range(vocab_size)."""
+        """`owner` names the distribution, for messages; draft ids are in range(vocab_size).
+
+        `max_failures`: so many failing calls in a row drop it.
+        """
         self.name = name
         self.dropped = False
         self._proposer = proposer
         self._owner = owner
         self._vocab_size = vocab_size
         self._strict = strict
+        self._max_failures = max_failures
         self._failures_in_a_row = 0
         self._faults: Counter[str] = Counter()  # not yet taken
         self._logged: set[str] = set()
         self._release = getattr(proposer, "release", None)
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+    def propose(self, batch: DraftInput) -> list[list[int]]:
         """Return one checked draft per request, maybe empty."""
+        requests, sampler = batch.requests, batch.sampler
+        assert sampler is None or isinstance(sampler, StepSampler)
         try:
-            # A tuple: the list is the caller's, and a proposer might sort or empty it.
-            draft = self._proposer.propose(DraftInput(tuple(requests)))
-            drafts = _drafts(draft, requests)
+            drafts = _drafts(self._proposer.propose(batch), requests)
         except Exception as error:  # noqa: BLE001 - whatever a plugin raises must not end a request
             self._fault("raised", one_line(error), error)
             self._failures_in_a_row += 1
-            if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
-                self.dropped = True
-                logger.warning(
-                    "proposer %r (%s) failed %d times in a row and is off for this engine",
-                    self.name,
-                    self._owner,
-                    self._failures_in_a_row,
-                )
-            return [[] for _ in requests]
+            if self._failures_in_a_row >= self._max_failures:
+                self._drop(f"failed {self._failures_in_a_row} times in a row")
+            return [(sampler and sampler.drawn(row)) or [] for row in range(len(requests))]
+        finally:
+            if sampler is not None:
+                self._faults.update(sampler.faults)
         self._failures_in_a_row = 0
-        return [self._check(ids, request) for ids, request in zip(drafts, requests, strict=True)]
+        checked = []
+        for row, (ids, request) in enumerate(zip(drafts, requests, strict=True)):
+            drawn = None if sampler is None else sampler.drawn(row)
+            if drawn is None:
+                checked.append(self._check(ids, request))
+                continue
+            if sampler is not None and not sampler.ended(row) and [*map(_index, ids)] != drawn:
+                self._fault(
+                    "not_as_drawn",
+                    f"it returned {reprlib.repr(ids)} for a request that drew {drawn}; what was "
+                    "drawn is the draft",
+                )
+            checked.append(drawn)
+        return checked
+
+    def check_stored(self, view: StepKV, ranges: Sequence[range]) -> None:
+        """Make sure that the positions handed over were stored in every KV layer of its own."""
+        missing = view.missing(ranges)
+        if missing is not None:
+            self._fault("not_stored", missing)
+            self._drop("left a hole in its KV cache")
 
     def release(self, req_id: str) -> None:
         """Tell the proposer that a request ended or was preempted."""
@@ -93,6 +129,12 @@ class GuardedProposer:
                 break
             checked.append(index)
         return checked
+
+    def _drop(self, why: str) -> None:
+        self.dropped = True
+        logger.warning(
+            "proposer %r (%s) %s and is off for this engine", self.name, self._owner, why
+        )
 
     def _fault(self, kind: str, what: str, cause: Exception | None = None) -> None:
         self._faults[kind] += 1

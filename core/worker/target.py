@@ -17,9 +17,11 @@ import torch
 import transformers
 
 from foresay.core.errors import ConfigError, ModelError
+from foresay.core.proposer import KVLayer, KVRows
 from foresay.core.registry import ModelAlias
 from foresay.core.worker.attention import AttentionMetadata, AttentionRules
-from foresay.core.worker.decoder import FastDecoder
+from foresay.core.worker.capture import Capture
+from foresay.core.worker.decoder import FastDecoder, Heads
 from foresay.core.worker.kv_cache import KVCache, LayerKV
 from foresay.core.worker.loading import (
     choose_device,
@@ -29,6 +31,7 @@ from foresay.core.worker.loading import (
     find_tokenizer,
     length_limit,
     load,
+    load_config,
     load_tokenizer,
 )
 from foresay.core.worker.packed_modules import is_untouched
@@ -45,14 +48,32 @@ class Decoder(Protocol):
     attention_rules: AttentionRules
     min_rows: int
 
+    @property
+    def embeddings(self) -> torch.Tensor:
+        """The input embeddings, [vocab_size or more, hidden_size]."""
+
+    @property
+    def lm_head(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The output head: hidden states [n, hidden_size] to logits [n, vocab_size]."""
+
     def forward(
         self,
         input_ids: torch.Tensor,  # [num_tokens]
         output_rows: torch.Tensor,  # [num_output_rows], indices into the rows
         cache: KVCache,
         metadata: AttentionMetadata,
+        capture: Capture | None = None,
     ) -> torch.Tensor:  # [num_output_rows, vocab_size]
-        """Write the rows' keys and values to the cache and return logits of `output_rows`."""
+        """Write the rows' keys and values to the cache and return logits of `output_rows`.
+
+        `capture`, if given, is filled with the hidden states of all rows.
+        """
+        ...
+
+    def forward_rows(
+        self, input_ids: torch.Tensor, output_rows: torch.Tensor, rows: KVRows
+    ) -> torch.Tensor:
+        """Return the same, over a proposer's own KV layers."""
         ...
 
 
@@ -83,14 +104,41 @@ class TargetModel:
         output_rows: torch.Tensor,
         cache: KVCache,
         metadata: AttentionMetadata,
+        capture: Capture | None = None,
     ) -> torch.Tensor:
         """Run one batch of rows.
 
         input_ids [num_tokens] int64; their positions are `metadata.positions`. output_rows
         [num_output_rows] int64: indices of the rows whose logits are wanted. Returns logits
         [num_output_rows, vocab_size]; row j predicts the token after `input_ids[output_rows[j]]`.
+        `capture` is filled with the hidden states of all rows that it wants.
         """
-        return self.decoder.forward(input_ids, output_rows, cache, metadata)
+        return self.decoder.forward(input_ids, output_rows, cache, metadata, capture)
+
+    def forward_rows(
+        self, input_ids: torch.Tensor, output_rows: torch.Tensor, rows: KVRows
+    ) -> torch.Tensor:
+        """Run the model as a drafter: on `rows` laid out in KV layers that are a proposer's own.
+
+        input_ids [num_rows] int64, output_rows [n] int64: as in `forward`. The proposer's
+        `Needs.kv_layers` are `kv_layers`. Returns logits [n, vocab_size].
+        """
+        return self.decoder.forward_rows(input_ids, output_rows, rows)
+
+    @property
+    def kv_layers(self) -> tuple[KVLayer, ...]:
+        """What a proposer declares to run this model by `forward_rows`."""
+        return tuple(KVLayer(kv.num_kv_heads, kv.head_dim, kv.value_dim) for kv in self.kv_layout)
+
+    @property
+    def embeddings(self) -> torch.Tensor:
+        """The input embeddings, [vocab_size or more, hidden_size]."""
+        return self.decoder.embeddings
+
+    @property
+    def lm_head(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The output head: hidden states [n, hidden_size] to logits [n, vocab_size]."""
+        return self.decoder.lm_head
 
     def shallow(self) -> TargetModel:
         """Return a cheap model that computes with the same kernels in the same shapes, if any.
@@ -155,6 +203,29 @@ def load_target(
         found = _from_object(model, tokenizer, dtype, device)
         on_config(model.config)
     return _build(found, row_invariant, max_model_len, force_transformers)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutline:
+    """What a model's config says of it."""
+
+    max_model_len: int | None  # the model's own limit
+    # As the config has it. Some attention stores something else, which the loaded model knows.
+    kv_layers: tuple[KVLayer, ...]
+
+
+def outline(model: str, aliases: Mapping[str, ModelAlias] | None = None) -> ModelOutline:
+    """Say what is known of a model that `load_target` would take, without reading its weights.
+
+    Raises `ModelError` if there is no such model, or if its config shows that it cannot be run.
+    """
+    config = load_config(find_source(model, aliases or {}))
+    text_config = config.get_text_config(decoder=True)
+    heads = Heads.of(text_config)
+    return ModelOutline(
+        max_model_len=length_limit(config),
+        kv_layers=(KVLayer(heads.num_kv_heads, heads.head_dim),) * text_config.num_hidden_layers,
+    )
 
 
 def _from_source(

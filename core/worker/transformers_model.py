@@ -7,20 +7,33 @@ this way is refused, see `probe`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from foresay.core.errors import ModelError, one_line
+from foresay.core.proposer import KVRows
 from foresay.core.worker.attention import AttentionMetadata, AttentionRules
+from foresay.core.worker.capture import Capture
 from foresay.core.worker.kv_cache import KVCache
 from foresay.core.worker.linear import compute_dtype
 from foresay.core.worker.packed_modules import pack_linears
 from foresay.core.worker.probe import Probe
-from foresay.core.worker.transformers_attention import PAGED, PROBED, Attention, PagedAttention
+from foresay.core.worker.transformers_attention import (
+    PAGED,
+    PROBED,
+    Attention,
+    PagedAttention,
+    RowsAttention,
+)
+
+# What model classes call the norm after the last layer.
+_FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 
 
 class TransformersDecoder:
@@ -87,15 +100,37 @@ class TransformersDecoder:
             unpack()  # the model may read the weights of its layers itself
             probe.check_pieces(*arguments)
 
+    @property
+    def embeddings(self) -> torch.Tensor:
+        """The input embeddings as they are stored, [vocab_size or more, hidden_size]."""
+        weight: torch.Tensor = self._model.get_input_embeddings().weight
+        return weight.detach()
+
+    @property
+    def lm_head(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The output head's product: [n, hidden_size] to [n, vocab_size]."""
+        head: Callable[[torch.Tensor], torch.Tensor] = self._model.get_output_embeddings()
+        return head
+
     def forward(
         self,
         input_ids: torch.Tensor,  # [num_tokens]
         output_rows: torch.Tensor,  # [num_output_rows], indices into the rows
         cache: KVCache,
         metadata: AttentionMetadata,
+        capture: Capture | None = None,
     ) -> torch.Tensor:
-        """Return logits [num_output_rows, vocab_size]."""
-        return self._run(input_ids, metadata.positions, output_rows, self._paged(cache, metadata))
+        """Return logits [num_output_rows, vocab_size]; fill `capture`."""
+        return self._run(
+            input_ids, metadata.positions, output_rows, self._paged(cache, metadata), capture
+        )
+
+    def forward_rows(
+        self, input_ids: torch.Tensor, output_rows: torch.Tensor, rows: KVRows
+    ) -> torch.Tensor:
+        """Return the same as `forward`, over a proposer's own KV layers."""
+        attention = RowsAttention(rows, self._windows)
+        return self._run(input_ids, rows.positions, output_rows, attention)
 
     def _paged(self, cache: KVCache, metadata: AttentionMetadata) -> PagedAttention:
         return PagedAttention(cache, metadata, self._windows)
@@ -106,18 +141,61 @@ class TransformersDecoder:
         positions: torch.Tensor,
         output_rows: torch.Tensor,
         attention: Attention,
+        capture: Capture | None = None,
     ) -> torch.Tensor:
         # Through the causal LM, not its base model and head: caps and scales of logits are there.
-        rows = {"logits_to_keep": output_rows} if self._takes_rows else {}
-        output = self._model(
-            input_ids=input_ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            paged=attention,
-            **rows,
-        )
+        keywords: dict[str, Any] = {"logits_to_keep": output_rows} if self._takes_rows else {}
+        if capture is not None:
+            keywords["output_hidden_states"] = True
+        with self._last_stream(capture):
+            output = self._model(
+                input_ids=input_ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                paged=attention,
+                **keywords,
+            )
+        if capture is not None:
+            self._fill(capture, output.hidden_states)
         logits: torch.Tensor = output.logits[0]
         return logits if self._takes_rows else logits.index_select(0, output_rows)
+
+    def _fill(self, capture: Capture, hidden_states: Any) -> None:
+        """Hand over what the pass captured: the stream entering each layer, and the lm_head's."""
+        num_layers = len(self.kv_layout)
+        if hidden_states is None or len(hidden_states) != num_layers + 1:
+            raise ModelError(
+                f"{type(self._model).__name__} does not show the hidden states of its "
+                f"{num_layers} layers, which the proposer needs"
+            )
+        for layer, stream in enumerate(hidden_states[:-1]):
+            capture.put_stream(layer, stream[0])
+        if capture.hidden_state:
+            capture.put_hidden(hidden_states[-1][0])
+
+    @contextlib.contextmanager
+    def _last_stream(self, capture: Capture | None) -> Iterator[None]:
+        """Capture what enters the final norm, which hidden states don't show, if it is wanted."""
+        num_layers = len(self.kv_layout) if capture is not None else 0
+        if capture is None or num_layers not in capture.layers:
+            yield
+            return
+        decoder = self._model.get_decoder()
+        norms = [getattr(decoder, name) for name in _FINAL_NORMS if hasattr(decoder, name)]
+        if len(norms) != 1:
+            raise ModelError(
+                f"{type(self._model).__name__} has no final norm of a known name "
+                f"({', '.join(_FINAL_NORMS)}), and the proposer needs the hidden states before it"
+            )
+
+        def put(_module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+            capture.put_stream(num_layers, inputs[0].reshape(-1, inputs[0].shape[-1]))
+
+        handle = norms[0].register_forward_pre_hook(put)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _set_attention(self, name: str, probe: Probe) -> None:
         self._model.set_attn_implementation(name)

@@ -1,0 +1,273 @@
+"""Several proposers, one after the other: each request takes the draft of the first that has one.
+
+It knows proposers, what each needs and how far each goes; not the model. A single proposer is a
+chain of one. Who is asked for a request depends on what those before it in the chain drafted from
+the past, never on a token that was drawn: a chain is as exact as its members (see
+`rejection_sampler` on which drafts may be verified).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from foresay.core.messages import SamplingData
+from foresay.core.proposer import DraftInput, DraftRequest, Needs
+from foresay.core.worker.capture import Capture
+from foresay.core.worker.draft_sampler import DraftProbs, DrawRequest, StepSampler
+from foresay.core.worker.drafter_kv import Slots, StepKV
+from foresay.core.worker.features import MOST_PENDING, FeatureQueue
+from foresay.core.worker.kv_cache import KVCache, LayerCache
+from foresay.core.worker.proposing import GuardedProposer
+
+
+@dataclass(slots=True)
+class Member:
+    """A proposer of a chain: what it needs, and its own most draft tokens per step."""
+
+    proposer: GuardedProposer
+    needs: Needs
+    num_speculative_tokens: int
+    # Set by the chain, for who needs them.
+    queue: FeatureQueue | None = None
+    layers: Sequence[LayerCache] = ()
+    num_stored: dict[str, int] = field(default_factory=dict)  # positions its KV layers hold
+
+    @property
+    def takes_features(self) -> bool:
+        """Whether anything comes along with committed positions."""
+        needs = self.needs
+        return needs.hidden_state or bool(needs.aux_layers) or bool(needs.kv_layers)
+
+    def reaches(self, num_tokens: int) -> bool:
+        """Whether it drafts for requests of so many tokens."""
+        return self.needs.max_context is None or num_tokens < self.needs.max_context
+
+    def wants(self, request: DraftRequest, *, is_drafted: bool) -> bool:
+        """Whether it is to be called for a request in this step."""
+        if not self.reaches(len(request.token_ids)):
+            return False
+        if request.k > 0 and not is_drafted:
+            return True
+        if self.queue is None:
+            return False
+        num_pending = self.queue.num_pending(request.req_id)
+        # An unfinished prompt, or one that this step completed: its blocks may be hit soon.
+        is_prompt = len(request.token_ids) <= request.num_prompt_tokens + request.num_new_tokens
+        return num_pending >= MOST_PENDING or (num_pending > 0 and is_prompt)
+
+    def request(self, request: DraftRequest, *, is_drafted: bool) -> DraftRequest:
+        """Return the request as this proposer is to see it."""
+        k = 0 if is_drafted else min(request.k, self.num_speculative_tokens)
+        if self.needs.max_context is not None:
+            k = min(k, self.needs.max_context - len(request.token_ids))
+        prediction_ids = request.prediction_ids if self.needs.prediction else ()
+        return replace(request, k=k, prediction_ids=prediction_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A request's draft: one token at least, who made it, and what it was drawn from."""
+
+    token_ids: list[int]
+    proposer: str
+    probs: DraftProbs | None  # None: deterministic, or drawn with the target's own noise
+
+
+class ProposerChain:
+    """The proposers of an engine, in the order in which they are asked."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        vocab_size: int,
+        *,
+        hidden_size: int = 0,
+        cache: KVCache | None = None,
+    ) -> None:
+        """`members`: one at least, with distinct names. Target ids are in range(vocab_size).
+
+        `hidden_size` of the target, and its KV `cache` with the members' layers in their order:
+        only if a member needs hidden states or KV layers.
+        """
+        self.members = tuple(members)
+        self.name = ",".join(member.proposer.name for member in self.members)
+        self._vocab_size = vocab_size
+        self._cache = cache
+        num_layers = 0
+        for member in self.members:
+            if not member.takes_features:
+                continue
+            assert cache is not None, "features come with a KV cache"
+            member.layers = cache.proposer_layers[
+                num_layers : num_layers + len(member.needs.kv_layers)
+            ]
+            num_layers += len(member.needs.kv_layers)
+            like = cache.layers[0].slots
+            member.queue = FeatureQueue(member.needs, hidden_size, like.dtype, like.device)
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """The most draft tokens of a step, whoever drafts."""
+        return max(member.num_speculative_tokens for member in self.members)
+
+    @property
+    def max_context(self) -> int | None:
+        """Requests that are longer get no draft from anyone; None: no limit."""
+        limits = [member.needs.max_context for member in self.members]
+        return None if None in limits else max(limit for limit in limits if limit is not None)
+
+    @property
+    def takes_prediction(self) -> bool:
+        """Whether a member drafts from the output that a caller expects."""
+        return any(member.needs.prediction for member in self.members)
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether a member has KV layers of its own."""
+        return any(member.needs.kv_layers for member in self.members)
+
+    @property
+    def draft_slots(self) -> int:
+        """Rows per request that a member adds to its own batch."""
+        return max(member.needs.draft_slots for member in self.members)
+
+    @property
+    def dropped(self) -> bool:
+        """Whether no member is left."""
+        return all(member.proposer.dropped for member in self.members)
+
+    def capture(self) -> Capture | None:
+        """Return what a pass of the target is to leave for the members; None: nothing."""
+        needs = [member.needs for member in self._with_queue()]
+        layers = sorted({layer for need in needs for layer in need.aux_layers})
+        hidden_state = any(need.hidden_state for need in needs)
+        if not layers and not hidden_state:
+            return None
+        return Capture(hidden_state=hidden_state, layers=layers)
+
+    def add_features(self, req_id: str, start: int, capture: Capture | None, rows: slice) -> None:
+        """Take what a pass left for the kept `rows` of a request, at positions `start`, ..."""
+        for member in self._with_queue():
+            if member.queue is not None and member.reaches(start):
+                member.queue.add(req_id, start, capture, rows)
+
+    def propose(
+        self,
+        requests: Sequence[DraftRequest],
+        sampling: Mapping[str, SamplingData],
+        slots: Slots | None = None,
+    ) -> dict[str, Drafted]:
+        """Return the drafts by request id, without those that nobody has one for.
+
+        `requests`: those of the step, also such with k = 0, whose features may be due. `sampling`:
+        their sampling parameters, by id, for who samples its drafts. `slots`: where the KV of
+        their positions lies, for who has layers.
+        """
+        drafted: dict[str, Drafted] = {}
+        for member in self.members:
+            if member.proposer.dropped:
+                continue
+            asked = [
+                member.request(request, is_drafted=request.req_id in drafted)
+                for request in requests
+                if member.wants(request, is_drafted=request.req_id in drafted)
+            ]
+            if not asked:
+                continue
+            sampler = self._sampler(asked, sampling) if member.needs.sampled else None
+            drafts = self._call(member, DraftInput(tuple(asked), sampler), slots)
+            for row, (request, token_ids) in enumerate(zip(asked, drafts, strict=True)):
+                if token_ids:
+                    probs = sampler.draft_probs(row) if sampler is not None else None
+                    drafted[request.req_id] = Drafted(token_ids, member.proposer.name, probs)
+        for member in self._with_queue():
+            if member.queue is not None:
+                member.queue.settle()
+        return drafted
+
+    def num_stored(self, req_ids: Sequence[str]) -> dict[str, int]:
+        """Return how many leading positions the KV layers of all members hold, by request."""
+        members = [member for member in self._with_queue() if member.layers]
+        if not members:
+            return {}
+        return {
+            req_id: min(member.num_stored.get(req_id, 0) for member in members)
+            for req_id in req_ids
+        }
+
+    def admit(self, req_id: str, num_computed_tokens: int) -> None:
+        """Take a request whose first positions the prefix cache holds, the members' KV included."""
+        for member in self._with_queue():
+            if member.layers:
+                member.num_stored[req_id] = num_computed_tokens
+
+    def release(self, req_id: str) -> None:
+        """Tell everyone that a request ended or was preempted."""
+        for member in self.members:
+            if member.queue is not None:
+                member.queue.forget(req_id)
+                member.num_stored.pop(req_id, None)
+            member.proposer.release(req_id)
+
+    def take_faults(self) -> dict[str, int]:
+        """Return how many faults of each kind were met since this was asked last."""
+        faults: Counter[str] = Counter()
+        for member in self.members:
+            faults.update(member.proposer.take_faults())
+        return dict(faults)
+
+    def _with_queue(self) -> Iterator[Member]:
+        """The members that take features, less those that were dropped."""
+        return (m for m in self.members if m.queue is not None and not m.proposer.dropped)
+
+    def _call(self, member: Member, batch: DraftInput, slots: Slots | None) -> list[list[int]]:
+        """Have a member draft, with the features and the KV view it needs."""
+        if member.queue is None:
+            return member.proposer.propose(batch)
+        assert self._cache is not None
+        assert slots is not None
+        features = member.queue.take([request.req_id for request in batch.requests])
+        view = None
+        if member.layers:
+            view = StepKV(
+                member.layers,
+                self._cache.null_slot,
+                batch.requests,
+                slots,
+                draft_slots=member.needs.draft_slots,
+                device=features.positions.device,
+            )
+        drafts = member.proposer.propose(
+            replace(
+                batch,
+                hidden_states=features.hidden_states,
+                aux_hidden_states=features.aux_hidden_states,
+                positions=features.positions,
+                row_starts=features.row_starts,
+                kv=view,
+            )
+        )
+        if view is not None and not member.proposer.dropped:
+            member.proposer.check_stored(view, features.ranges)
+            for request, handed in zip(batch.requests, features.ranges, strict=True):
+                if handed:
+                    member.num_stored[request.req_id] = handed.stop
+        return drafts
+
+    def _sampler(
+        self, requests: Sequence[DraftRequest], sampling: Mapping[str, SamplingData]
+    ) -> StepSampler:
+        return StepSampler(
+            [
+                DrawRequest(
+                    req_id=request.req_id,
+                    sampling=sampling[request.req_id],
+                    num_tokens=len(request.token_ids),
+                    k=request.k,
+                )
+                for request in requests
+            ],
+            self._vocab_size,
+        )

@@ -1,0 +1,217 @@
+"""The KV cache of a proposer's own layers: `DraftInput.kv`, or one that is its own altogether.
+
+Usually it lies in the blocks of the requests, by the target's positions. A drafter that counts
+positions of its own, since it has another tokenizer, keeps a `PrivateKV`.
+
+Knows slots by request and the layers' tensors; not the drafter. The rows of a proposer need not be
+row-invariant: they decide how many drafts are accepted, never what a text says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from foresay.core.proposer import DraftRequest, KVLayer
+from foresay.core.worker.attention import AttentionMetadata, AttentionRules, paged_attention
+from foresay.core.worker.kv_cache import KVCache, LayerCache, LayerKV
+from foresay.core.worker.linear import compute_dtype
+
+_BLOCK_SIZE = 16  # of a `PrivateKV`
+
+Slots = Callable[[str, int], np.ndarray]  # a request's id and n -> the slots of positions 0..n-1
+
+
+class StepRows:
+    """Rows laid out for attention; see `foresay.core.proposer.KVRows`."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+        last_rows: torch.Tensor,
+        on_attend: Callable[[int], None],
+    ) -> None:
+        self.positions = metadata.positions
+        self.last_rows = last_rows
+        self._layers = layers
+        self._metadata = metadata
+        self._on_attend = on_attend
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store the rows' keys and values in `layer`, then attend causally."""
+        if not 0 <= layer < len(self._layers):
+            raise ValueError(
+                f"layer {layer}: the proposer declared {len(self._layers)} KV layers, from 0"
+            )
+        cache = self._layers[layer]
+        dtype = cache.key.dtype
+        out = paged_attention(
+            query.to(dtype),
+            key.to(dtype),
+            value.to(dtype),
+            cache,
+            self._metadata,
+            scale=scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        self._on_attend(layer)
+        return out.to(query.dtype)
+
+
+class StepKV:
+    """A proposer's KV layers in one step; see `foresay.core.proposer.KVView`."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerCache],
+        null_slot: int,
+        requests: Sequence[DraftRequest],
+        slots: Slots,
+        *,
+        draft_slots: int,
+        device: torch.device,
+    ) -> None:
+        self._layers = layers
+        self._null_slot = null_slot
+        self._requests = requests
+        self._slots = slots
+        self._draft_slots = draft_slots
+        self._device = device
+        dtype = layers[0].key.dtype
+        compute = compute_dtype(dtype, device)
+        self._rules = AttentionRules(compute_dtype=None if compute == dtype else compute)
+        # By layer and request: the positions that were stored, as ranges.
+        self._stored: dict[tuple[int, int], list[range]] = {}
+
+    def rows(self, requests: Sequence[int], positions: Sequence[range]) -> StepRows:
+        """Lay out rows; see `KVView.rows`. Raises `ValueError` for positions that are not there."""
+        if len(requests) != len(positions) or not requests:
+            raise ValueError(
+                f"{len(positions)} ranges of positions for {len(requests)} requests: give one "
+                "range for each, and one request at least"
+            )
+        arrays, slots, mapping = [], [], []
+        for index, span in zip(requests, positions, strict=True):
+            request = self._requests[index]
+            most = len(request.token_ids) - 1
+            if request.k:
+                most += request.k - 1 + self._draft_slots
+            if span.step != 1 or not span or span.start < 0 or span.stop > most:
+                raise ValueError(
+                    f"{span} for request {request.req_id!r}: expected consecutive positions, one "
+                    f"at least, in range({most})"
+                )
+            arrays.append(np.arange(span.start, span.stop))
+            slots.append(self._slots(request.req_id, span.stop))
+            mapping.append(slots[-1][span.start :])
+        metadata = AttentionMetadata.build(
+            arrays, slots, np.concatenate(mapping), self._null_slot, self._rules, self._device
+        )
+
+        def stored(layer: int) -> None:
+            for index, span in zip(requests, positions, strict=True):
+                self._stored.setdefault((layer, index), []).append(span)
+
+        last_rows = torch.from_numpy(np.cumsum([len(array) for array in arrays]) - 1)
+        return StepRows(self._layers, metadata, last_rows.to(self._device), stored)
+
+    def missing(self, ranges: Sequence[range]) -> str | None:
+        """Say which of the positions handed over were not stored; None if all were.
+
+        ranges: by request, what was handed over. A proposer that leaves one out would find, at
+        the next prefix hit, another request's keys.
+        """
+        for index, handed in enumerate(ranges):
+            for layer in range(len(self._layers)):
+                reached = handed.start
+                for span in sorted(self._stored.get((layer, index), []), key=lambda s: s.start):
+                    if span.start <= reached:
+                        reached = max(reached, span.stop)
+                if reached < handed.stop:
+                    return (
+                        f"it did not store position {reached} of request "
+                        f"{self._requests[index].req_id!r} in its KV layer {layer}"
+                    )
+        return None
+
+
+class PrivateKV:
+    """A pool of KV blocks for a drafter whose positions are not the target's.
+
+    Nobody but the drafter knows of it: no prefix is shared, and it grows no further than it was
+    made. A request has a row of positions here from its first `hold` until `release`.
+    """
+
+    def __init__(
+        self, layers: Sequence[KVLayer], num_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Make room for `num_tokens` positions of all requests together, rounded up to blocks."""
+        self._cache = KVCache(
+            [LayerKV(kv.num_kv_heads, kv.head_dim, kv.value_dim or kv.head_dim) for kv in layers],
+            -(-num_tokens // _BLOCK_SIZE),
+            _BLOCK_SIZE,
+            dtype,
+            device,
+        )
+        self._device = device
+        self._free = list(range(self._cache.num_blocks))
+        self._blocks: dict[str, list[int]] = {}
+
+    @property
+    def num_free_tokens(self) -> int:
+        """Positions for which there is room."""
+        return len(self._free) * _BLOCK_SIZE
+
+    def hold(self, req_id: str, num_positions: int) -> bool:
+        """See to it that a request has that many positions; False, and no change, if it can't."""
+        blocks = self._blocks.get(req_id, [])
+        num_more = -(-num_positions // _BLOCK_SIZE) - len(blocks)
+        if num_more > len(self._free):
+            return False
+        if num_more > 0:
+            fresh = self._free[-num_more:]
+            del self._free[-num_more:]
+            # What another text left there is masked, but would poison attention if it were NaN.
+            self._cache.zero_blocks(fresh)
+            self._blocks[req_id] = blocks + fresh
+        return True
+
+    def release(self, req_id: str) -> None:
+        """Take back what a request has, if it has anything."""
+        self._free += self._blocks.pop(req_id, [])
+
+    def view(self, requests: Sequence[DraftRequest]) -> StepKV:
+        """Return the view of one step. `requests` are as the drafter sees them.
+
+        Their `token_ids` are in its tokens; those that rows are laid out for hold their positions.
+        """
+        return StepKV(
+            self._cache.layers,
+            self._cache.null_slot,
+            requests,
+            self._slots,
+            draft_slots=1,
+            device=self._device,
+        )
+
+    def _slots(self, req_id: str, num_positions: int) -> np.ndarray:
+        blocks = np.array(self._blocks[req_id][: -(-num_positions // _BLOCK_SIZE)])
+        offsets = np.arange(_BLOCK_SIZE)
+        slots: np.ndarray = (blocks[:, None] * _BLOCK_SIZE + offsets).ravel()[:num_positions]
+        return slots

@@ -1,0 +1,163 @@
+"""The autoregressive draft loop that eagle, mtp and draft models share, and how tokens are picked.
+
+Knows rows, positions and tokens. What a drafter computes of a row is the drafter's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from foresay.core.proposer import Draft, DraftInput, KVRows
+
+
+class DrafterModel(Protocol):
+    """What the loop needs of a drafter."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,  # [num_rows] int64, target ids
+        hidden: torch.Tensor | None,  # [num_rows, hidden_size]
+        rows: KVRows,
+        step: int,
+    ) -> torch.Tensor:
+        """Run rows through the drafter's layers; return [num_rows, hidden_size].
+
+        `hidden` is what belongs to each row: at `step` 0 the target's features, as they were
+        given to `draft`; later the drafter's own of the row before. None: it takes none. With
+        `last_rows_only` it returns the rows `rows.last_rows` alone.
+        """
+        ...
+
+    def logits(self, hidden: torch.Tensor, step: int) -> torch.Tensor:
+        """Return logits [n, draft_vocab] of what `forward` returned for n rows."""
+        ...
+
+
+@dataclass(slots=True)
+class TokenPicker:
+    """Draft tokens of one step's requests: the likeliest each, or drawn by the sampler.
+
+    `draft_to_target` [draft_vocab] int64 maps draft ids to the target's; None: they are the same.
+    """
+
+    batch: DraftInput
+    sample: bool
+    draft_to_target: torch.Tensor | None = None
+    token_ids: list[list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.token_ids = [[] for _ in self.batch.requests]
+
+    def pick(self, logits: torch.Tensor, step: int, requests: Sequence[int]) -> torch.Tensor:
+        """Pick token number `step` of `requests` by `logits` [n, draft_vocab]: [n] target ids."""
+        if self.sample:
+            assert self.batch.sampler is not None, "a proposer that samples declares it"
+            ids = self.batch.sampler.draw(logits, step, requests, self.draft_to_target)
+        else:
+            ids = logits.argmax(dim=-1)
+            if self.draft_to_target is not None:
+                ids = self.draft_to_target[ids]
+        for request, token_id in zip(requests, ids.tolist(), strict=True):
+            self.token_ids[request].append(token_id)
+        return ids
+
+
+@torch.inference_mode()
+def draft(
+    batch: DraftInput,
+    model: DrafterModel,
+    *,
+    hidden: torch.Tensor | None,
+    shifted: bool,
+    sample: bool,
+    draft_to_target: torch.Tensor | None = None,
+    last_rows_only: bool = False,
+) -> Draft:
+    """Take the features of a step, then draft k tokens for each request, one after another.
+
+    `hidden` [num_rows, hidden_size] belongs to the batch's rows; None for a drafter that takes
+    tokens only. `shifted`: the row at position i takes the token at i + 1, as EAGLE and MTP do, so
+    that the last row takes the token that was committed last. Otherwise it takes its own, and each
+    request that drafts adds a row for the last token (`Needs.draft_slots` is 1).
+
+    `last_rows_only`: `model.forward` returns one row for each range that it was given, its last.
+    (A model that goes on to its logits there need not compute them for a whole prompt.)
+
+    The rows handed over are stored in the KV cache by this, also those of requests with k = 0.
+    """
+    requests = batch.requests
+    assert batch.kv is not None
+    assert batch.row_starts is not None
+    picker = TokenPicker(batch, sample, draft_to_target)
+
+    # 1. All rows of the step at once. `last[i]`: which row of the result predicts the first token.
+    members: list[int] = []
+    spans: list[range] = []
+    ids: list[int] = []
+    last: dict[int, int] = {}
+    starts = batch.row_starts
+    first_positions = _first_positions(batch)
+    for index, request in enumerate(requests):
+        start = first_positions[index]
+        end = start + starts[index + 1] - starts[index]
+        if shifted:
+            ids += request.token_ids[start + 1 : end + 1]
+        else:
+            if request.k:
+                end = len(request.token_ids)
+                start = min(start, end - 1)
+            ids += request.token_ids[start:end]
+        if end > start:
+            members.append(index)
+            spans.append(range(start, end))
+            if request.k:
+                last[index] = (len(members) if last_rows_only else len(ids)) - 1
+    if not members:
+        return Draft(picker.token_ids)
+    rows = batch.kv.rows(members, spans)
+    device = rows.positions.device
+    out = model.forward(torch.tensor(ids, device=device), hidden, rows, 0)
+
+    # 2. One row per request and token, fed with what came out of the row before.
+    drafting = list(last)
+    states = out[torch.tensor(list(last.values()), dtype=torch.int64, device=device)]
+    step = 0
+    while drafting:
+        token_ids = picker.pick(model.logits(states, step), step, drafting)
+        step += 1
+        going = [i for i, index in enumerate(drafting) if requests[index].k > step]
+        if not going:
+            break
+        if len(going) < len(drafting):
+            kept = torch.tensor(going, device=device)
+            token_ids, states = token_ids[kept], states[kept]
+            drafting = [drafting[i] for i in going]
+        offset = step - 2 if shifted else step - 1
+        positions = [len(requests[index].token_ids) + offset for index in drafting]
+        rows = batch.kv.rows(drafting, [range(p, p + 1) for p in positions])
+        states = model.forward(token_ids, None if hidden is None else states, rows, step)
+    return Draft(picker.token_ids)
+
+
+def _first_positions(batch: DraftInput) -> list[int]:
+    """Return where each request's rows begin; for one without rows, where they would end."""
+    assert batch.row_starts is not None
+    assert batch.positions is not None
+    starts = batch.row_starts
+    firsts = batch.positions.tolist() if batch.positions.device.type == "cpu" else None
+    found = []
+    for index, request in enumerate(batch.requests):
+        num_rows = starts[index + 1] - starts[index]
+        if not num_rows:
+            found.append(max(len(request.token_ids) - 1, 0))
+        elif request.k:  # they reach the last token but one
+            found.append(len(request.token_ids) - 1 - num_rows)
+        elif firsts is not None:
+            found.append(firsts[starts[index]])
+        else:
+            found.append(int(batch.positions[starts[index]]))
+    return found
