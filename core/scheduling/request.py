@@ -139,6 +139,11 @@ class Request:
         return len(self.token_ids) + len(self.spec_token_ids)
 
     @property
+    def num_lacking_tokens(self) -> int:
+        """Committed tokens whose KV is not computed; in flight, drafts can make it negative."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
     def num_output_tokens(self) -> int:
         """Committed output tokens."""
         return len(self.token_ids) - self.num_prompt_tokens

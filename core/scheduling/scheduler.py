@@ -9,30 +9,18 @@ the worker through messages; it knows neither models nor proposers nor text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import islice, zip_longest
+from dataclasses import dataclass
+from itertools import zip_longest
 
 from foresay.core.errors import EngineError, RequestError
-from foresay.core.messages import (
-    BlockTableUpdate,
-    DraftTokenIds,
-    ModelRunnerOutput,
-    NewRequest,
-    SchedulerOutput,
-)
+from foresay.core.messages import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from foresay.core.scheduling.block_manager import BlockManager
-from foresay.core.scheduling.limits import (
-    SchedulerConfig,
-    num_draft_tokens,
-    num_lookahead_slots,
-)
+from foresay.core.scheduling.limits import SchedulerConfig, num_draft_tokens
 from foresay.core.scheduling.queues import RequestQueues
 from foresay.core.scheduling.request import Request, RequestStatus
+from foresay.core.scheduling.step_plan import LOOK_AHEAD, PASSED_OVER_LIMIT, StepPlan
 
 __all__ = ["LOOK_AHEAD", "PASSED_OVER_LIMIT", "RequestUpdate", "Scheduler", "SchedulerConfig"]
-
-PASSED_OVER_LIMIT = 100  # times a waiting request is passed over
-LOOK_AHEAD = 8  # waiting requests that one step passes over, in search of one that fits
 
 
 @dataclass(slots=True)
@@ -44,21 +32,6 @@ class RequestUpdate:
     num_draft_tokens: int  # drafts verified in this step
     num_accepted_tokens: int  # accepted drafts among `new_token_ids`
     finished: bool
-
-
-@dataclass(slots=True)
-class _Step:
-    """A `SchedulerOutput` in the making."""
-
-    budget: int
-    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
-    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
-    num_output_rows: dict[str, int] = field(default_factory=dict)
-    num_draft_tokens: dict[str, int] = field(default_factory=dict)
-    new_requests: list[NewRequest] = field(default_factory=list)
-    preempted_req_ids: list[str] = field(default_factory=list)
-    # Running requests whose block table changed: how many leading blocks the worker may keep.
-    num_kept_blocks: dict[str, int] = field(default_factory=dict)
 
 
 class Scheduler:
@@ -173,25 +146,8 @@ class Scheduler:
                 f"step {self._in_flight.step_id} is in flight: call update_from_output() or "
                 "abandon_step() before schedule()"
             )
-        step = _Step(budget=self.config.max_num_batched_tokens)
-        running = self._queues.running
-        decoding = [request for request in running if _num_lacking(request) == 1]
-        longer = [request for request in running if _num_lacking(request) > 1]
-
-        # 1. Committed tokens get their blocks before any draft does, so that no draft causes a
-        #    preemption. Only decoding requests can lack one: the others were given blocks for all
-        #    their tokens when they were admitted.
-        for request in decoding:
-            self._reserve_next_slot(request, step)
-        # 2. Rows, in the order of the budget: first who lacks one committed token. The list is
-        #    sorted by what a request lacks now; nothing remembers it.
-        for request in (*decoding, *longer):
-            if request.status is RequestStatus.RUNNING:
-                self._schedule_tokens(request, step)
-        # 3. Room that a preemption made is not for newcomers.
-        if not step.preempted_req_ids:
-            self._admit(step)
-
+        step = StepPlan(self.config, self.blocks, self._queues)
+        step.make()
         if not step.num_scheduled_tokens and self.requests:
             raise EngineError(
                 f"nothing can be scheduled though {len(self.requests)} requests exist "
@@ -206,10 +162,7 @@ class Scheduler:
             num_output_rows=step.num_output_rows,
             num_draft_tokens=step.num_draft_tokens,
             new_requests=step.new_requests,
-            block_table_updates={
-                req_id: BlockTableUpdate(num_kept, self.requests[req_id].block_ids[num_kept:])
-                for req_id, num_kept in step.num_kept_blocks.items()
-            },
+            block_table_updates=step.block_table_updates(),
             block_ids_to_zero=self.blocks.take_block_ids_to_zero(),
             finished_req_ids=self._finished_req_ids,
             preempted_req_ids=self._preempted_req_ids + step.preempted_req_ids,
@@ -297,7 +250,7 @@ class Scheduler:
                 request is not None
                 and request.status is RequestStatus.RUNNING
                 and drafts.num_tokens.get(req_id) == request.num_tokens
-                and _num_lacking(request) == 1
+                and request.num_lacking_tokens == 1
             ):
                 k = num_draft_tokens(self.config, request, request.num_tokens)
                 request.spec_token_ids = list(token_ids[:k])
@@ -340,165 +293,15 @@ class Scheduler:
         for request in running:
             if request.status is not RequestStatus.RUNNING:
                 raise EngineError(f"{request!r} is in the RUNNING queue")
-            if _num_lacking(request) < 1:
+            if request.num_lacking_tokens < 1:
                 raise EngineError(f"{request!r} computed a token that is not committed")
             k = num_draft_tokens(self.config, request, request.num_tokens)
             if request.spec_token_ids and (
-                _num_lacking(request) != 1 or len(request.spec_token_ids) > k
+                request.num_lacking_tokens != 1 or len(request.spec_token_ids) > k
             ):
                 raise EngineError(f"{request!r} may have {k} drafts, after its prompt only")
 
-    # -- Parts of schedule() ----------------------------------------------------------------------
-
-    def _reserve_next_slot(self, request: Request, step: _Step) -> None:
-        """Make room for the one committed token that `request` lacks; preempt if need be."""
-        while request.status is RequestStatus.RUNNING:
-            if self._extend(request, request.num_tokens, step):
-                return
-            if self._reclaim_spare_blocks(step):
-                continue
-            # The newest is never one that was served before `request` in this loop: these are all
-            # older. It may be `request` itself. The oldest is never preempted by another one, and
-            # the pool holds any single request, so there is always progress.
-            victim = self._queues.running[-1]
-            step.num_kept_blocks.pop(victim.req_id, None)
-            self._preempt(victim)
-            step.preempted_req_ids.append(victim.req_id)
-
-    def _reclaim_spare_blocks(self, step: _Step) -> bool:
-        """Take back blocks that only rejected drafts needed; return whether there were any.
-
-        A request that was given a block in this step has none to spare.
-        """
-        num_free = self.blocks.num_free_blocks
-        for request in self._queues.running:
-            if len(request.block_ids) > self.blocks.num_blocks_for(request.num_tokens):
-                num_kept = self.blocks.shrink(request, request.num_tokens)
-                step.num_kept_blocks[request.req_id] = num_kept
-        return self.blocks.num_free_blocks > num_free
-
-    def _extend(self, request: Request, num_slots: int, step: _Step) -> bool:
-        """Have at least `num_slots` slots; False, and nothing changed, if the pool is short."""
-        num_held = len(request.block_ids)
-        if num_held * self.config.block_size >= num_slots:
-            return True
-        if self.blocks.allocate(request, num_slots) is None:
-            return False
-        step.num_kept_blocks.setdefault(request.req_id, num_held)
-        return True
-
-    def _schedule_tokens(self, request: Request, step: _Step) -> None:
-        """Schedule as many tokens of a request that holds its blocks as the limits allow."""
-        config = self.config
-        num_lacking = _num_lacking(request)
-        num_new = request.num_tokens_with_spec - request.num_computed_tokens
-        if config.chunked_prefill_size is not None and num_lacking > config.chunked_prefill_size:
-            num_new = config.chunked_prefill_size
-        num_fitting = len(request.block_ids) + self.blocks.num_free_blocks
-        num_new = min(
-            num_new,
-            step.budget,
-            config.max_model_len - request.num_computed_tokens - 1,
-            num_fitting * config.block_size - request.num_computed_tokens,
-        )
-        if num_new <= 0:
-            return
-        self._extend(request, request.num_computed_tokens + num_new, step)
-        num_drafts = max(num_new - num_lacking, 0)
-        req_id = request.req_id
-        step.budget -= num_new
-        step.num_scheduled_tokens[req_id] = num_new
-        if num_drafts:
-            step.scheduled_spec_decode_tokens[req_id] = request.spec_token_ids[:num_drafts]
-        step.num_output_rows[req_id] = 1 + num_drafts if num_new >= num_lacking else 0
-        if num_new >= num_lacking:
-            k = num_draft_tokens(config, request, request.num_tokens + 1)
-            k = self._reserve_lookahead(request, request.num_computed_tokens + num_new, k, step)
-            if k:
-                step.num_draft_tokens[req_id] = k
-        # Optimistic; update_from_output gives back what is rejected.
-        request.num_computed_tokens += num_new
-        request.spec_token_ids = []
-
-    def _reserve_lookahead(self, request: Request, num_slots: int, k: int, step: _Step) -> int:
-        """Reserve what drafting needs beyond the rows of this step; return the k that it got.
-
-        `num_slots`: the slots up to the step's last row. What drafting needs is taken from the
-        free blocks and from the budget only: it preempts nobody.
-        """
-        config = self.config
-        if not k or step.budget < config.draft_slots:
-            return 0
-        if config.has_proposer_kv:
-            num_fitting = len(request.block_ids) + self.blocks.num_free_blocks
-            num_free = num_fitting * config.block_size - num_slots
-            k = min(k, num_free + 1 - config.draft_slots)
-            if k < 1:
-                return 0
-            self._extend(request, num_slots + num_lookahead_slots(config, k), step)
-        step.budget -= config.draft_slots
-        return k
-
-    def _admit(self, step: _Step) -> None:
-        """Resume preempted requests, then start waiting ones, while there is room.
-
-        A preempted request that does not fit holds back everyone. A waiting one is passed over by
-        later, smaller ones, until that happened `PASSED_OVER_LIMIT` times.
-        """
-        queues = self._queues
-        while queues.preempted:
-            if not step.budget or not self._start(queues.preempted[0], step):
-                return
-        passed_over: list[Request] = []
-        for request in list(islice(queues.waiting.values(), self.config.max_num_seqs)):
-            if len(queues.running) >= self.config.max_num_seqs or not step.budget:
-                return
-            if self._start(request, step):
-                for other in passed_over:
-                    other.num_times_passed_over += 1
-            else:
-                passed_over.append(request)
-            if (
-                not self.blocks.num_free_blocks
-                or len(passed_over) > LOOK_AHEAD
-                or any(other.num_times_passed_over >= PASSED_OVER_LIMIT for other in passed_over)
-            ):
-                return
-
-    def _start(self, request: Request, step: _Step) -> bool:
-        """Run `request` from this step on, if blocks for all its tokens can be had at once.
-
-        All at once, though the first chunk may need few: half of a prompt in the pool helps
-        nobody, and would be preempted for the other half.
-        """
-        config = self.config
-        may_draft = config.num_speculative_tokens > 0 and request.may_draft
-        prefix = self.blocks.find_prefix(request, stored=config.has_proposer_kv and may_draft)
-        if self.blocks.allocate(request, request.num_tokens, prefix) is None:
-            return False
-        request.num_computed_tokens = len(prefix.block_ids) * config.block_size
-        self._queues.start(request)
-        step.new_requests.append(
-            NewRequest(
-                req_id=request.req_id,
-                token_ids=list(request.token_ids),
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_computed_tokens=request.num_computed_tokens,
-                block_ids=list(request.block_ids),
-                sampling=request.sampling,
-                prediction_ids=list(request.prediction_ids),
-                may_draft=may_draft,
-            )
-        )
-        self._schedule_tokens(request, step)
-        return True
-
-    def _preempt(self, request: Request, *, tainted: bool = False) -> None:
-        """Let `request` wait for its recomputation. The caller tells the worker."""
-        self.blocks.free(request, tainted=tainted)
-        self._queues.preempt(request)
-
-    # -- Parts of the rest ------------------------------------------------------------------------
+    # -- Parts of these ---------------------------------------------------------------------------
 
     def _commit(
         self, request: Request, token_ids: Sequence[int], logprobs: Sequence[dict[int, float]]
@@ -510,9 +313,14 @@ class Scheduler:
         for count, (token_id, own) in enumerate(zip_longest(token_ids, logprobs), start=1):
             if request.append_output_token(token_id, self.config.max_model_len, own):
                 return list(token_ids[:count])
-        if _num_lacking(request) != 1:
+        if request.num_lacking_tokens != 1:
             raise EngineError(f"{request!r} must lack exactly one token after a commit")
         return list(token_ids)
+
+    def _preempt(self, request: Request, *, tainted: bool = False) -> None:
+        """Let `request` wait for its recomputation. The caller tells the worker."""
+        self.blocks.free(request, tainted=tainted)
+        self._queues.preempt(request)
 
     def _retire(self, request: Request, *, tainted: bool = False) -> None:
         """Free what a finished request holds, and have the worker forget it."""
@@ -524,8 +332,3 @@ class Scheduler:
 def _first_ids(logprobs: Sequence[dict[int, float]]) -> list[int | None]:
     """Whose log probabilities these are: the sampled tokens come first."""
     return [next(iter(own), None) for own in logprobs]
-
-
-def _num_lacking(request: Request) -> int:
-    """Committed tokens whose KV is not computed; in flight, drafts can make it negative."""
-    return request.num_tokens - request.num_computed_tokens
