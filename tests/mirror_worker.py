@@ -113,6 +113,8 @@ class Held:
     block_ids: list[int]
     sampling: SamplingData
     prediction_ids: list[int]
+    may_draft: bool
+    num_stored: int  # positions that the drafter's own memory holds
 
 
 class MirrorWorker:
@@ -121,6 +123,8 @@ class MirrorWorker:
         self.vocab_size = vocab_size
         self.rng = rng
         self.memory = [NEVER_WRITTEN] * (config.num_blocks * config.block_size)
+        # A drafter's KV in the same blocks: of a position's token and the one behind it.
+        self.drafter_memory = list(self.memory)
         self.held: dict[str, Held] = {}
         self.p_wrong = rng.choice([0.0, 0.2, 0.6])
         self.counts: Counter[str] = Counter()
@@ -156,6 +160,8 @@ class MirrorWorker:
             new.block_ids,
             new.sampling,
             new.prediction_ids,
+            new.may_draft,
+            new.num_computed_tokens,
         )
         self.counts["resumed"] += len(new.token_ids) > new.num_prompt_tokens
         self.counts["prefix hits"] += new.num_computed_tokens > 0
@@ -264,12 +270,18 @@ class MirrorWorker:
         """Mostly right guesses, some wrong, some too long, too short, missing or out of date."""
         drafts: dict[str, list[int]] = {}
         lengths: dict[str, int] = {}
+        stored = {}
+        if self.config.has_proposer_kv:
+            stored = {
+                r: self._store(h, k_of.get(r, 0)) for r, h in self.held.items() if h.may_draft
+            }
         for req_id, k in k_of.items():
             held = self.held[req_id]
             token_ids = list(held.token_ids)
             if self.rng.random() < 0.05:
                 continue
-            for _ in range(self.rng.choice([k, k, k, k + 3, k // 2, 0])):
+            most = k if self.config.has_proposer_kv else k + 3  # k may be what there is room for
+            for _ in range(self.rng.choice([k, k, k, most, k // 2, 0])):
                 token_id = next_token(
                     chain_of(token_ids)[-1],
                     len(token_ids) - held.num_prompt_tokens,
@@ -281,4 +293,23 @@ class MirrorWorker:
                 token_ids.append(token_id)
             lengths[req_id] = len(held.token_ids) - (self.rng.random() < 0.03)
             drafts[req_id] = token_ids[len(held.token_ids) :]
-        return DraftTokenIds(drafts, lengths)
+        return DraftTokenIds(drafts, lengths, num_stored_tokens=stored)
+
+    def _store(self, held: Held, k: int) -> int:
+        """Do as a drafter with KV layers does; return how many leading positions it holds."""
+        ids = held.token_ids
+        last = min(len(ids) - 1, held.num_computed_tokens)  # an unfinished prompt's chunk ends it
+        for position in range(held.num_stored, last):
+            before = self.drafter_memory[self.slot(held, position - 1)] if position else 1
+            own = link(link(before, ids[position]), ids[position + 1])
+            self.drafter_memory[self.slot(held, position)] = own
+        held.num_stored = max(held.num_stored, last)
+        chain = 1
+        for position in range(held.num_stored):
+            chain = link(link(chain, ids[position]), ids[position + 1])
+            assert self.drafter_memory[self.slot(held, position)] == chain, "another text's KV"
+        for position in range(len(ids) - 1, len(ids) - 1 + max(k - 1, 0) + self.config.draft_slots):
+            if k:  # what it guesses; there must be room
+                self.drafter_memory[self.slot(held, position)] = NAN
+        self.counts["stored hits"] += held.num_stored > 0 and held.num_computed_tokens > 0
+        return held.num_stored

@@ -127,7 +127,7 @@ class Run:
             for req_id, k in scheduled.num_draft_tokens.items()
             if req_id in scheduler.requests
         }
-        if k_of:
+        if k_of or self.config.has_proposer_kv:
             scheduler.update_draft_token_ids(worker.draft(k_of))
             scheduler.check_integrity()
             for req_id, k in k_of.items():
@@ -165,16 +165,19 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
     max_model_len = draw(st.integers(2, 48))
     max_num_seqs = draw(st.integers(1, 6))
     k = draw(st.integers(0, 6))
+    draft_slots = draw(st.sampled_from((0, 0, 1)))
     return SchedulerConfig(
         block_size=block_size,
         num_blocks=-(-max_model_len // block_size) + draw(st.integers(0, 12)),
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs * (1 + k) + draw(st.integers(0, 30)),
+        max_num_batched_tokens=max_num_seqs * (1 + k + draft_slots) + draw(st.integers(0, 30)),
         chunked_prefill_size=draw(st.none() | st.integers(1, 12)),
         max_model_len=max_model_len,
         enable_prefix_caching=draw(st.booleans()),
         num_speculative_tokens=k,
         max_context=draw(st.none() | st.integers(1, 40)),
+        has_proposer_kv=draw(st.booleans()),
+        draft_slots=draft_slots,
     )
 
 
@@ -255,6 +258,7 @@ def test_tiny_pools_meet_every_kind_of_event(block_size: int) -> None:
             chunked_prefill_size=rng.choice([None, 8]),
             max_model_len=max_model_len,
             num_speculative_tokens=4,
+            has_proposer_kv=seed % 2 == 1,
         )
         cases = make_cases(rng, config, 10, vocab=5)
         events = Events(
@@ -265,6 +269,7 @@ def test_tiny_pools_meet_every_kind_of_event(block_size: int) -> None:
         "preempted",
         "resumed",
         "prefix hits",
+        "stored hits",
         "unfinished prompts",
         "verified",
         "rejected",
