@@ -1,55 +1,28 @@
-"""Verification: same tokens as plain decoding, the target's distribution, and what may go wrong.
+"""Verification by the greedy and the deterministic rule, and what all rules share.
 
-The chi-square tests run on fixed seeds. With other seeds, a right sampler would fail each of them
-once in 10 000 times.
+The references: tokens worked out by hand, and one-by-one decoding. Drafts that were drawn are for
+test_drawn_drafts, the law of the tokens for test_distribution.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
+import math
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
+from laws import make_sampling
+from verifying import EOS, INF, NAN, bad_rows, make_request, mixed_batch, one_hot
 
 from foresay.core.messages import SamplingData
 from foresay.core.worker import sampling as sampling_module
 from foresay.core.worker.rejection_sampler import VerifyRequest, VerifyResult, verify
-from foresay.core.worker.sampling import Row, target_probs
-
-INF, NAN = float("inf"), float("nan")
-ODDS = 1e-4
-EOS = 2
-
-
-def make_sampling(**changes: Any) -> SamplingData:
-    values: dict[str, Any] = {
-        "temperature": 0.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "seed": 0,
-        "min_tokens": 0,
-        "stop_token_ids": (),
-    }
-    return SamplingData(**(values | changes))
-
-
-def make_request(
-    drafts: Sequence[int] = (), num_committed: int = 5, num_output: int = 0, **changes: Any
-) -> VerifyRequest:
-    return VerifyRequest("r", drafts, num_committed, num_output, make_sampling(**changes))
-
-
-def one_hot(*tops: int, size: int = 6) -> torch.Tensor:
-    """Rows of logits whose argmax are `tops`."""
-    return torch.nn.functional.one_hot(torch.tensor(tops), size).float() * 9
-
+from foresay.core.worker.sampling import Row
 
 # --- which drafts are accepted, worked out by hand ------------------------------------------------
 
@@ -133,26 +106,6 @@ def test_logits_are_only_read() -> None:
 
 
 # --- failures -------------------------------------------------------------------------------------
-
-
-def bad_rows() -> dict[str, tuple[torch.Tensor, str]]:
-    good = one_hot(1)[0]
-    partly = good.clone()
-    partly[4] = NAN
-    masked = torch.full_like(good, -INF)
-    masked[EOS] = 1.0
-    infinite = good.clone()
-    infinite[5] = INF
-    return {
-        "all NaN": (torch.full_like(good, NAN), "the target model's logits contain NaN"),
-        "partly NaN": (partly, "the target model's logits contain NaN"),
-        "+inf": (infinite, "the target model's logits contain +inf"),
-        "all -inf": (torch.full_like(good, -INF), "no token is allowed: every logit is -inf"),
-        "only EOS, masked": (
-            masked,
-            "no token is allowed: every logit is -inf, once min_tokens masks the stop ids [2]",
-        ),
-    }
 
 
 by_fault = pytest.mark.parametrize(("bad", "reason"), bad_rows().values(), ids=bad_rows().keys())
@@ -248,8 +201,7 @@ def decode(
     while len(tokens) < len(prompt) + num_tokens:
         drafts = draft(tokens)
         rows = [table(tokens + tuple(drafts[:j])) for j in range(1 + len(drafts))]
-        num_output = len(tokens) - len(prompt)
-        request = VerifyRequest("r", drafts, len(tokens), num_output, data)
+        request = VerifyRequest("r", drafts, tokens, len(prompt), data)
         (result,) = verify(torch.stack(rows), [request])
         assert result.error is None
         assert 1 <= len(result.token_ids) <= 1 + len(drafts)
@@ -300,151 +252,55 @@ def test_requests_give_the_same_tokens_alone_and_together() -> None:
         assert verify(logits[3 * i : 3 * i + 3], [request]) == [together[i]]
 
 
-# --- the distribution -----------------------------------------------------------------------------
+# --- logprobs, backends ---------------------------------------------------------------------------
 
 
-def p_value(observed: Counter[Any], expected: dict[Any, float], num_draws: int) -> float:
-    """Chi-square of counts against probabilities; rare outcomes are pooled to 5 expected."""
-    assert all(expected.get(outcome, 0) > 0 for outcome in observed), "an impossible outcome"
-    bins: list[tuple[float, float]] = []
-    rest_observed, rest_expected = 0.0, 0.0
-    for outcome, probability in sorted(expected.items(), key=lambda item: item[1]):
-        rest_observed += observed[outcome]
-        rest_expected += probability * num_draws
-        if rest_expected >= 5:
-            bins.append((rest_observed, rest_expected))
-            rest_observed, rest_expected = 0.0, 0.0
-    last_observed, last_expected = bins.pop()
-    bins.append((last_observed + rest_observed, last_expected + rest_expected))
-    statistic = sum((o - e) ** 2 / e for o, e in bins)
-    return float(stats.chi2.sf(statistic, len(bins) - 1)) if len(bins) > 1 else 1.0
-
-
-def probabilities(logits: torch.Tensor, data: SamplingData) -> dict[int, float]:
-    probs = target_probs(Row(logits, data, 0, 0)).double()
-    return dict(enumerate((probs / probs.sum()).tolist()))
-
-
-DRAFTS: dict[str, Callable[[torch.Tensor, int], int]] = {
-    "the likeliest": lambda logits, _: int(logits.argmax()),
-    "the least likely": lambda logits, _: int(logits.argmin()),
-    "random": lambda logits, i: (i * 2654435761 >> 7) % len(logits),
-}
-LAWS: dict[str, dict[str, Any]] = {
-    "temperature .5": {"temperature": 0.5},
-    "temperature 1": {"temperature": 1.0},
-    "temperature 2": {"temperature": 2.0},
-    "temperature .5, top_p .95": {"temperature": 0.5, "top_p": 0.95},
-    "temperature 1, top_k 5": {"temperature": 1.0, "top_k": 5},
-    "temperature 2, all filters": {"temperature": 2.0, "top_k": 7, "top_p": 0.9, "min_p": 0.05},
-}
-by_law = pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())
-
-
-@by_law
-@pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS.keys())
-def test_first_and_later_tokens_follow_the_target_whatever_is_drafted(
-    draft: Callable[[torch.Tensor, int], int], law: dict[str, Any]
-) -> None:
-    num_requests = 1000
-    rows = torch.randn(3, 8, generator=torch.Generator().manual_seed(5)) * 1.3
-    requests = [
-        make_request([draft(rows[0], i), draft(rows[1], i + 1)], seed=i, **law)
-        for i in range(num_requests)
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_each_token_has_the_logprobs_of_its_own_raw_row(n: int) -> None:
+    rows, requests = mixed_batch(6)
+    asking = [
+        replace(r, sampling=replace(r.sampling, logprobs=n if i % 2 else None))
+        for i, r in enumerate(requests)
     ]
-    results = verify(rows.repeat(num_requests, 1), requests)
-    # A row is used iff earlier, independent ones agreed with the draft: its own law is unchanged.
-    for j, logits in enumerate(rows):
-        tokens = [r.token_ids[j] for r in results if len(r.token_ids) > j]
-        if len(tokens) >= 40:
-            expected = probabilities(logits, requests[0].sampling)
-            assert p_value(Counter(tokens), expected, len(tokens)) > ODDS
-    assert sum(len(r.token_ids) for r in results) >= num_requests
+    results = verify(torch.cat(rows), asking)
+    plain = verify(torch.cat(rows), requests)
+    for i, (logits, result) in enumerate(zip(rows, results, strict=True)):
+        assert replace(result, logprobs=None) == plain[i]
+        if i % 2 == 0:
+            assert result.logprobs is None
+            continue
+        assert result.logprobs is not None
+        assert len(result.logprobs) == len(result.token_ids)
+        for row, token_id, logprobs in zip(logits, result.token_ids, result.logprobs, strict=False):
+            exact = row.double() - math.log(sum(math.exp(x) for x in row.tolist()))
+            likeliest = sorted(range(len(row)), key=lambda i: -exact[i])[:n]
+            assert list(logprobs) == [token_id, *(x for x in likeliest if x != token_id)]
+            for x, logprob in logprobs.items():
+                assert logprob == pytest.approx(exact[x].item(), abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "law",
-    [
-        {"temperature": 0.5},
-        {"temperature": 1.0},
-        {"temperature": 2.0},
-        {"temperature": 1.0, "top_p": 0.9},
-        {"temperature": 2.0, "top_k": 300, "top_p": 0.95},
-        {"temperature": 1.0, "min_p": 0.02},
-    ],
-    ids=str,
-)
-def test_tokens_of_a_large_vocabulary_follow_the_target(law: dict[str, Any]) -> None:
-    num_requests = 1000
-    logits = torch.randn(4096, generator=torch.Generator().manual_seed(6)) * 2.5
-    draft = int(logits.argmax())
-    requests = [make_request([draft], seed=10**6 + i, **law) for i in range(num_requests)]
-    results = verify(logits.expand(2 * num_requests, -1), requests)
-    expected = probabilities(logits, requests[0].sampling)
-    for j in range(2):
-        tokens = [r.token_ids[j] for r in results if len(r.token_ids) > j]
-        if len(tokens) >= 40:
-            assert p_value(Counter(tokens), expected, len(tokens)) > ODDS
+def test_a_request_that_fails_has_no_logprobs() -> None:
+    (result,) = verify(torch.full((1, 6), NAN), [make_request(logprobs=2)])
+    assert result.logprobs is None
 
 
-def test_positions_of_one_seed_are_as_independent_as_seeds_are() -> None:
-    logits = torch.randn(8, generator=torch.Generator().manual_seed(7))
-    requests = [make_request(num_committed=i, seed=12345, temperature=1.0) for i in range(2000)]
-    results = verify(logits.expand(2000, -1), requests)
-    tokens = [r.token_ids[0] for r in results]
-    expected = probabilities(logits, requests[0].sampling)
-    assert p_value(Counter(tokens), expected, 2000) > ODDS
-    pairs = {(a, b): expected[a] * expected[b] for a, b in itertools.product(range(8), repeat=2)}
-    observed = Counter(zip(tokens[0::2], tokens[1::2], strict=True))
-    assert p_value(observed, pairs, 1000) > ODDS
-
-
-def test_the_chi_square_sees_a_temperature_that_is_off_by_a_fifth() -> None:
-    logits = torch.randn(8, generator=torch.Generator().manual_seed(5)) * 1.3
-    requests = [make_request(seed=i, temperature=1.0) for i in range(3000)]
-    results = verify(logits.expand(3000, -1), requests)
-    observed = Counter(r.token_ids[0] for r in results)
-    assert p_value(observed, probabilities(logits, requests[0].sampling), 3000) > ODDS
-    wrong = probabilities(logits, make_sampling(temperature=1.2))
-    assert p_value(observed, wrong, 3000) < ODDS
-
-
-CHAIN_DRAFTS: dict[str, Callable[[torch.Tensor, tuple[int, ...], int], list[int]]] = {
-    "none": lambda chain, tokens, i: [],
-    "the likeliest path": lambda chain, tokens, i: follow(chain, tokens[-1], "argmax"),
-    "the least likely path": lambda chain, tokens, i: follow(chain, tokens[-1], "argmin"),
-    "ragged": lambda chain, tokens, i: [(i + j) % 4 for j in range(i % 4)],
-}
-
-
-def follow(chain: torch.Tensor, state: int, choice: str) -> list[int]:
-    path = []
-    for _ in range(2):
-        state = int(getattr(chain[state], choice)())
-        path.append(state)
-    return path
-
-
-@pytest.mark.parametrize("draft", CHAIN_DRAFTS.values(), ids=CHAIN_DRAFTS.keys())
-def test_three_tokens_of_a_markov_chain_follow_their_joint_law(
-    draft: Callable[[torch.Tensor, tuple[int, ...], int], list[int]],
+def test_the_triton_backend_is_imported_when_it_is_asked_for_and_gets_logprobs_too(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    num_requests = 1200
-    law = {"temperature": 0.8}
-    chain = torch.randn(4, 4, generator=torch.Generator().manual_seed(8))  # [last token, next]
-    steps = [probabilities(chain[state], make_sampling(**law)) for state in range(4)]
-    expected = {
-        (a, b, c): steps[0][a] * steps[a][b] * steps[b][c]
-        for a, b, c in itertools.product(range(4), repeat=3)
-    }
-    texts: list[tuple[int, ...]] = [(0,)] * num_requests
-    while unfinished := [i for i, text in enumerate(texts) if len(text) < 4]:
-        requests, rows = [], []
-        for i in unfinished:
-            drafts = draft(chain, texts[i], i)
-            requests.append(make_request(drafts, num_committed=len(texts[i]), seed=i, **law))
-            rows += [texts[i][-1], *drafts]
-        for i, result in zip(unfinished, verify(chain[rows], requests), strict=True):
-            texts[i] += tuple(result.token_ids)
-    observed = Counter((a, b, c) for _, a, b, c, *_ in texts)
-    assert p_value(observed, expected, num_requests) > ODDS
+    asked = []
+
+    class Twin:
+        @staticmethod
+        def verify(logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
+            asked.append((logits.shape, len(requests)))
+            return [VerifyResult([3]) for _ in requests]
+
+    monkeypatch.setitem(sys.modules, "foresay.core.worker.triton_sampler", Twin)  # type: ignore[arg-type]
+    request = make_request(logprobs=0)
+    assert verify(one_hot(1), [request])[0].token_ids == [1]
+    assert verify(one_hot(1), [request], backend="torch")[0].token_ids == [1]
+    assert not asked, "auto, on a CPU, is torch"
+    (result,) = verify(one_hot(1), [request], backend="triton")
+    assert asked == [((1, 6), 1)]
+    assert result.token_ids == [3]
+    assert [list(x) for x in result.logprobs or []] == [[3]]

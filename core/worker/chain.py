@@ -253,7 +253,10 @@ class ProposerChain:
             member.proposer.check_stored(view, features.ranges)
             for request, handed in zip(batch.requests, features.ranges, strict=True):
                 if handed:
-                    member.num_stored[request.req_id] = handed.stop
+                    # The last ones may be stored again, before the tokens that follow then.
+                    num_stored = handed.stop - (member.needs.kv_reach - 1)
+                    held = member.num_stored.get(request.req_id, 0)
+                    member.num_stored[request.req_id] = max(held, num_stored)
         return drafts
 
     def _sampler(

@@ -100,9 +100,9 @@ def draft(
     ids: list[int] = []
     last: dict[int, int] = {}
     starts = batch.row_starts
-    first_positions = _first_positions(batch)
+    firsts = first_positions(batch)
     for index, request in enumerate(requests):
-        start = first_positions[index]
+        start = firsts[index]
         end = start + starts[index + 1] - starts[index]
         if shifted:
             ids += request.token_ids[start + 1 : end + 1]
@@ -123,9 +123,39 @@ def draft(
     out = model.forward(torch.tensor(ids, device=device), hidden, rows, 0)
 
     # 2. One row per request and token, fed with what came out of the row before.
-    drafting = list(last)
     states = out[torch.tensor(list(last.values()), dtype=torch.int64, device=device)]
-    step = 0
+    go_on(
+        batch,
+        model,
+        picker,
+        list(last),
+        states,
+        step=0,
+        offset=-2 if shifted else -1,
+        feeds_back=hidden is not None,
+    )
+    return Draft(picker.token_ids)
+
+
+def go_on(
+    batch: DraftInput,
+    model: DrafterModel,
+    picker: TokenPicker,
+    drafting: list[int],
+    states: torch.Tensor,  # [len(drafting), hidden_size]
+    *,
+    step: int,
+    offset: int,
+    feeds_back: bool = True,
+) -> None:
+    """Draft tokens number `step` and on, until each of the requests `drafting` has its k.
+
+    `states` are what `model.forward` returned for the rows that predict token number `step`. The
+    row that predicts token number s has the position len(token_ids) + offset + s, and takes what
+    came out of the row before (None unless `feeds_back`), and the token that it gave.
+    """
+    requests = batch.requests
+    assert batch.kv is not None
     while drafting:
         token_ids = picker.pick(model.logits(states, step), step, drafting)
         step += 1
@@ -133,18 +163,16 @@ def draft(
         if not going:
             break
         if len(going) < len(drafting):
-            kept = torch.tensor(going, device=device)
+            kept = torch.tensor(going, device=states.device)
             token_ids, states = token_ids[kept], states[kept]
             drafting = [drafting[i] for i in going]
-        offset = step - 2 if shifted else step - 1
-        positions = [len(requests[index].token_ids) + offset for index in drafting]
+        positions = [len(requests[index].token_ids) + offset + step for index in drafting]
         rows = batch.kv.rows(drafting, [range(p, p + 1) for p in positions])
-        states = model.forward(token_ids, None if hidden is None else states, rows, step)
-    return Draft(picker.token_ids)
+        states = model.forward(token_ids, states if feeds_back else None, rows, step)
 
 
-def _first_positions(batch: DraftInput) -> list[int]:
-    """Return where each request's rows begin; for one without rows, where they would end."""
+def first_positions(batch: DraftInput) -> list[int]:
+    """Return the position of each request's first row; for one without, where it would end."""
     assert batch.row_starts is not None
     assert batch.positions is not None
     starts = batch.row_starts

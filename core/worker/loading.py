@@ -109,13 +109,14 @@ def load(
 
     `on_config` sees the config before any weight is read, and may raise.
     """
-    try:
-        with quiet_transformers():
-            return _load(source, dtype, device, on_config)
-    except ForesayError:
-        raise
-    except Exception as error:
-        raise ModelError(f"cannot load the model {source.name!r}: {one_line(error)}") from error
+    with _worded(source):
+        return _load(source, dtype, device, on_config)
+
+
+def load_config(source: Source) -> Any:
+    """Return a model's config; refuse what is no decoder-only causal language model."""
+    with _worded(source):
+        return _load_config(source, _options(source))
 
 
 def load_tokenizer(location: str, options: Mapping[str, Any] | None = None) -> Any:
@@ -198,19 +199,40 @@ def quiet_transformers() -> Iterator[None]:
             log.enable_progress_bar()
 
 
-def _load(
-    source: Source, dtype: str, device: torch.device, on_config: Callable[[Any], None]
-) -> LoadedModel:
-    options = dict(source.options)
-    if source.gguf_file is not None:
-        options["gguf_file"] = source.gguf_file
-    else:
+@contextmanager
+def _worded(source: Source) -> Iterator[None]:
+    """Keep transformers quiet, and word what it raises."""
+    try:
+        with quiet_transformers():
+            yield
+    except ForesayError:
+        raise
+    except Exception as error:
+        raise ModelError(f"cannot load the model {source.name!r}: {one_line(error)}") from error
+
+
+def _options(source: Source) -> dict[str, Any]:
+    """Return what every call of transformers takes to read a source."""
+    file = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
+    return {**source.options, **file}
+
+
+def _load_config(source: Source, options: Mapping[str, Any]) -> Any:
+    if source.gguf_file is None:
         check_config_dict(source.name, _config_dict(source))
     config = transformers.AutoConfig.from_pretrained(
         source.location, trust_remote_code=False, **options
     )
     check_config(config)
     check_class(causal_class(source.name, config))
+    return config
+
+
+def _load(
+    source: Source, dtype: str, device: torch.device, on_config: Callable[[Any], None]
+) -> LoadedModel:
+    options = _options(source)
+    config = _load_config(source, options)
     on_config(config)
     stored = _stored_dtype(config, source)
     chosen, note = choose_dtype(dtype, stored, device)

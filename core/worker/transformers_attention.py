@@ -14,6 +14,7 @@ import torch
 import transformers
 from transformers.masking_utils import AttentionMaskInterface
 
+from foresay.core.proposer import KVRows
 from foresay.core.worker.attention import AttentionMetadata, paged_attention
 from foresay.core.worker.kv_cache import KVCache
 
@@ -35,6 +36,11 @@ class AttentionCall:
     softcap: float | None
     sinks: torch.Tensor | None  # [num_heads]
     keywords: dict[str, Any]  # what else the module said
+
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied by."""
+        return self.query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
 
 
 class Attention(Protocol):
@@ -63,12 +69,33 @@ class PagedAttention:
             call.value.to(dtype),
             layer,
             self.metadata,
-            scale=call.query.shape[-1] ** -0.5 if call.scaling is None else call.scaling,
+            scale=call.scale,
             sliding_window=self.windows[call.layer],
             softcap=call.softcap,
             sinks=call.sinks,
         )
         return rows.to(call.query.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class RowsAttention:
+    """Attends over a proposer's own KV layers."""
+
+    rows: KVRows
+    windows: Sequence[int | None]  # by layer
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Store the call's keys and values and attend."""
+        return self.rows.attend(
+            call.layer,
+            call.query,
+            call.key,
+            call.value,
+            scale=call.scale,
+            sliding_window=self.windows[call.layer],
+            softcap=call.softcap,
+            sinks=call.sinks,
+        )
 
 
 def _attention(

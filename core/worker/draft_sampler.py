@@ -1,0 +1,296 @@
+"""The sampler that proposers draw from: `batch.sampler.draw`.
+
+Knows, for one step, which requests are drafted for, their sampling parameters, and what was drawn
+for each so far. Does not know the drafter, nor whether a draft gets accepted.
+
+A draft token is drawn from the *drafter's distribution*: its logits, with the draft ids of one
+target id counted together, after the request's temperature, top_k, top_p and min_p. The filters are
+the target's own, so that a drafter which agrees with the target is accepted. (The parameters that
+change single logits are left to the target: a drafter need not honour them, for any distribution is
+verified exactly.) What follows depends on the rule that the draft will be verified by:
+
+- greedy: no draw, the likeliest token. A deterministic draft.
+- coupled: the noise is that of the target's own draw at this position, so both tend to the same
+  token. Which token the target draws does not depend on the draft, so no probs are needed.
+- rejection, block: noise of its own, and the probs that the token was drawn from are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from foresay.core.messages import SamplingData
+from foresay.core.worker.noise import NoiseKey, Stream
+from foresay.core.worker.processors import Context
+from foresay.core.worker.race import Race, draw
+from foresay.core.worker.sampling import Row, RowError, is_greedy, survivors
+
+
+@dataclass(frozen=True, slots=True)
+class DraftProbs:
+    """What a request's draft was drawn from, and the rule that verifies it; only read.
+
+    `probs` [num_drafts, draft_vocab] float32: row j is the distribution that token j was drawn
+    from, after temperature and filters; it sums to 1. Column i is of the target id `token_ids[i]`
+    ([draft_vocab] int64, ascending, distinct); None: of the target id i. The target may have more
+    ids than there are columns, or fewer.
+    """
+
+    rule: Literal["rejection", "block"]
+    num_tokens: int  # committed when it was drawn: the draft follows exactly these
+    probs: torch.Tensor
+    token_ids: torch.Tensor | None = None
+
+    def cut(self, num_drafts: int) -> DraftProbs:
+        """Return the probs of the first `num_drafts` tokens."""
+        return replace(self, probs=self.probs[:num_drafts])
+
+
+@dataclass(frozen=True, slots=True)
+class DrawRequest:
+    """One request that is drafted for in this step."""
+
+    req_id: str
+    sampling: SamplingData
+    num_tokens: int  # committed
+    k: int  # most tokens to draw
+
+
+class StepSampler:
+    """The `DraftSampler` of one step. The `rows` of `draw` are indices into `requests`.
+
+    `faults` counts "non_finite_draft": drafts that ended before a row that holds NaN or +inf, or
+    that is -inf for every token the target has.
+    """
+
+    def __init__(self, requests: Sequence[DrawRequest], vocab_size: int) -> None:
+        """`vocab_size`: target ids are in range(vocab_size); no other id is ever drawn."""
+        self.faults: Counter[str] = Counter()
+        self._vocab_size = vocab_size
+        self._columns: list[_Columns] = []  # one entry a map; drafters have one
+        self._drafts = [_Draft(request) for request in requests]
+
+    @torch.inference_mode()
+    def draw(
+        self,
+        logits: torch.Tensor,
+        step: int,
+        rows: Sequence[int],
+        draft_to_target: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Draw token number `step` of the drafts of `rows`; see `DraftSampler.draw`.
+
+        A row of `logits` that is not finite ends its request's draft before it. The id returned
+        for it, then and in later steps, is a legal one, so that a batch can go on, and no draft.
+        """
+        checked = self._checked(logits, step, rows)
+        columns = self._columns_of(logits.shape[1], draft_to_target)
+        for draft in checked:
+            draft.use(columns)
+        going = {i: draft for i, draft in enumerate(checked) if not draft.has_ended}
+
+        scores = columns.gather(logits)  # [len(rows), num_columns]
+        tops, best = (part.tolist() for part in scores.max(dim=-1))  # NaN if a row holds any
+        token_ids = [columns.lowest_id] * len(rows)
+        races: dict[int, Race] = {}
+        for i, draft in going.items():
+            try:
+                if not math.isfinite(tops[i]):
+                    raise RowError("the drafter's logits are not finite")
+                if is_greedy(draft.sampling):
+                    token_ids[i] = columns.target_id(best[i])
+                else:
+                    races[i] = draft.race(scores[i], columns)
+            except RowError:
+                draft.has_ended = True
+                self.faults["non_finite_draft"] += 1
+        for i, token_id in zip(races, draw(list(races.values())), strict=True):
+            token_ids[i] = token_id
+        for i, draft in going.items():
+            if not draft.has_ended:
+                draft.token_ids.append(token_ids[i])
+        return torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
+
+    def drawn(self, row: int) -> list[int] | None:
+        """Return what was drawn for a request, which is its draft; None: it was never drawn for."""
+        draft = self._drafts[row]
+        return None if draft.columns is None else list(draft.token_ids)
+
+    def ended(self, row: int) -> bool:
+        """Return whether a request's draft ended at a row that was not finite."""
+        return self._drafts[row].has_ended
+
+    def draft_probs(self, row: int) -> DraftProbs | None:
+        """Return what a request's draft was drawn from; None: it is a deterministic draft.
+
+        So is every draft of a greedy or a `coupled` request, and an empty one.
+        """
+        return self._drafts[row].kept_probs()
+
+    def _checked(self, logits: torch.Tensor, step: int, rows: Sequence[int]) -> list[_Draft]:
+        """Return the drafts to draw for, once all is as `DraftSampler.draw` asks for it."""
+        if logits.ndim != 2 or logits.shape[0] != len(rows) or not logits.is_floating_point():
+            raise ValueError(
+                f"logits are {list(logits.shape)} of {logits.dtype}; "
+                f"for {len(rows)} rows they must be [{len(rows)}, draft_vocab], of floats"
+            )
+        num_requests = len(self._drafts)
+        for row in rows:
+            if not 0 <= row < num_requests:
+                raise ValueError(f"row {row} is no index of this step's {num_requests} requests")
+        if len(set(rows)) < len(rows):
+            raise ValueError(f"rows {list(rows)} name a request twice")
+        drafts = [self._drafts[row] for row in rows]
+        for draft in drafts:
+            draft.check_step(step)
+        return drafts
+
+    def _columns_of(self, draft_vocab: int, draft_to_target: torch.Tensor | None) -> _Columns:
+        for columns in self._columns:
+            if columns.are_of(draft_vocab, draft_to_target):
+                return columns
+        self._columns.append(_Columns(draft_vocab, draft_to_target, self._vocab_size))
+        return self._columns[-1]
+
+
+class _Draft:
+    """One request's draft, as far as it was drawn."""
+
+    def __init__(self, request: DrawRequest) -> None:
+        sampling = request.sampling
+        self.request = request
+        self.sampling = SamplingData(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            min_tokens=0,
+            stop_token_ids=(),
+            sample_index=sampling.sample_index,
+            verification=sampling.verification,
+        )
+        self.columns: _Columns | None = None  # set by the first draw
+        self.token_ids: list[int] = []
+        self.has_ended = False  # at a row that was not finite
+        self._probs: list[torch.Tensor] = []  # [num_columns] float32 each
+        self._context = Context(self.sampling, (), 0)
+
+    def check_step(self, step: int) -> None:
+        """Raise unless token number `step` is the next to draw."""
+        what = f"draft token {step} of request {self.request.req_id!r}"
+        if step >= self.request.k:
+            raise ValueError(f"{what} is beyond its k: at most {self.request.k} are wanted")
+        if self.has_ended:  # whoever drafts for a batch need not know
+            return
+        if step < len(self.token_ids):
+            raise ValueError(f"{what} is drawn already: a draft is drawn once, from its start")
+        if step > len(self.token_ids):
+            raise ValueError(f"{what} comes too early: the next to draw is {len(self.token_ids)}")
+
+    def use(self, columns: _Columns) -> None:
+        """Raise if an earlier token was drawn over other columns: one map serves a whole draft."""
+        if self.columns not in (None, columns):
+            raise ValueError(
+                f"the draft vocabulary of request {self.request.req_id!r} changed within its draft"
+            )
+        self.columns = columns
+
+    def race(self, scores: torch.Tensor, columns: _Columns) -> Race:
+        """Return the draw of the next token from its logits, and keep its probs if needed.
+
+        `scores` [num_columns], finite or -inf. Raises `RowError` if the temperature is too low.
+        """
+        left = survivors(Row(scores, self._context))
+        token_ids, weights = columns.target_ids(left.token_ids), left.weights
+        step, sample = len(self.token_ids), self.sampling.sample_index
+        position = self.request.num_tokens + step
+        if self.sampling.verification == "coupled":
+            key = NoiseKey(self.sampling.seed, position, sample=sample)
+            return Race(key, token_ids, weights)
+        key = NoiseKey(self.sampling.seed, position, Stream.DRAFT, offset=step, sample=sample)
+        weights = weights / weights.sum(dtype=torch.float64).to(torch.float32)
+        probs = weights
+        if left.token_ids is not None:
+            probs = torch.zeros_like(scores, dtype=torch.float32)
+            probs.index_copy_(0, left.token_ids, weights)
+        self._probs.append(probs)
+        return Race(key, token_ids, weights)
+
+    def kept_probs(self) -> DraftProbs | None:
+        """Return the probs of all tokens drawn; None: none were kept."""
+        rule = self.sampling.verification
+        if rule == "coupled" or self.columns is None or not self._probs:
+            return None
+        probs = torch.stack(self._probs)
+        return DraftProbs(rule, self.request.num_tokens, probs, self.columns.token_ids)
+
+
+class _Columns:
+    """The target ids a draft vocabulary comes to: those the target has, each once, ascending."""
+
+    def __init__(
+        self, draft_vocab: int, draft_to_target: torch.Tensor | None, vocab_size: int
+    ) -> None:
+        if draft_vocab == 0:
+            raise ValueError("logits have no columns: the draft vocabulary is empty")
+        self.token_ids: torch.Tensor | None = None  # [num_columns]; None: 0..num_columns-1
+        self.lowest_id = 0
+        self._source = draft_vocab, draft_to_target
+        self._kept: torch.Tensor | slice = slice(min(draft_vocab, vocab_size))  # draft ids
+        self._column_of: torch.Tensor | None = None  # [num_kept], if some share a column
+        self._num_columns = min(draft_vocab, vocab_size)
+        if draft_to_target is None:
+            return
+        if draft_to_target.dtype != torch.int64 or draft_to_target.shape != (draft_vocab,):
+            raise ValueError(
+                f"draft_to_target is {list(draft_to_target.shape)} of {draft_to_target.dtype}; "
+                f"for logits of {draft_vocab} columns it must be [{draft_vocab}] of torch.int64"
+            )
+        kept = ((draft_to_target >= 0) & (draft_to_target < vocab_size)).nonzero().squeeze(1)
+        if kept.shape[0] == 0:
+            raise ValueError(f"draft_to_target names no id of the target, in range({vocab_size})")
+        self.token_ids, column_of = draft_to_target[kept].unique(return_inverse=True)
+        self.lowest_id = int(self.token_ids[0])
+        self._num_columns = self.token_ids.shape[0]
+        if self._num_columns == kept.shape[0]:  # one draft id a column: only their order differs
+            self._kept = kept[column_of.argsort()]
+        else:
+            self._kept, self._column_of = kept, column_of
+
+    def are_of(self, draft_vocab: int, draft_to_target: torch.Tensor | None) -> bool:
+        """Whether these are the columns of such a draft vocabulary."""
+        own_vocab, own_map = self._source
+        if own_map is None or draft_to_target is None:
+            return own_map is draft_to_target and own_vocab == draft_vocab
+        return torch.equal(own_map, draft_to_target)
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the columns: [num_rows, num_columns].
+
+        `logits` [num_rows, draft_vocab]. Where draft ids share a target id, their probabilities are
+        summed.
+        """
+        kept = logits[:, self._kept]
+        if self._column_of is None:
+            return kept
+        kept = kept.to(torch.float32)
+        top = kept.amax(dim=-1, keepdim=True)
+        sums = kept.new_zeros(kept.shape[0], self._num_columns)
+        return sums.index_add_(1, self._column_of, (kept - top).exp()).log().add_(top)
+
+    def target_id(self, column: int) -> int:
+        """Return the target id of a column."""
+        return column if self.token_ids is None else int(self.token_ids[column])
+
+    def target_ids(self, columns: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the target ids of some columns, or of all (None); None: they are 0, 1, ..."""
+        if self.token_ids is None or columns is None:
+            return columns if self.token_ids is None else self.token_ids
+        return self.token_ids[columns]
