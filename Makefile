@@ -1,9 +1,9 @@
-# foresay: `make install`, `make test`, `make lint`, `make run`, `make clean`.
+# foresay: `make install`, `make test`, `make lint`, `make run`, `make bench`, `make clean`.
 #
 # VENV=DIR         the environment (.venv)
 # PYTHON=python3   the interpreter it is made with: 3.11 or 3.12
 # TORCH_INDEX=URL  where to take torch from, e.g. an index of CPU builds; else pip's own index
-# ARGS="..."       more arguments for pytest or for `make run`
+# ARGS="..."       more arguments for pytest, `make run` or `make bench`
 
 VENV ?= .venv
 PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
@@ -21,7 +21,7 @@ STAMP := $(VENV)/.installed
 SHIPPED := $(VENV)/shipped
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test lint clean
+.PHONY: help install run bench test lint clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -40,6 +40,9 @@ $(STAMP): $(PROJECTS) constraints-cpu.txt
 
 run: install
 	@$(BIN)/foresay showcase $(ARGS)
+
+bench: install
+	@$(BIN)/foresay bench $(ARGS)
 
 test: install
 	$(BIN)/python -m pytest $(ARGS)
