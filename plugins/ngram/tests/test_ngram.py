@@ -1,6 +1,7 @@
 """The ngram plugin against a brute-force search of the history, and by hand.
 
-It runs no model: what a proposer drafts is a function of the token ids alone.
+But for the conformance suite it runs no model: what a proposer drafts is a function of the token
+ids alone.
 """
 
 from __future__ import annotations
@@ -19,9 +20,16 @@ import foresay_ngram
 from foresay.core.config import build_settings
 from foresay.core.errors import ConfigError
 from foresay.core.proposer import DraftInput, DraftRequest
+from foresay.core.testing import ProposerConformance
 from foresay_ngram import NgramConfig
 from foresay_ngram.index import SuffixIndex
 from foresay_ngram.proposer import NgramProposer
+
+
+class TestConformance(ProposerConformance):
+    """All rules that foresay has for proposers."""
+
+    proposer_name = "ngram"
 
 
 def request(token_ids: Sequence[int], k: int, req_id: str = "a") -> DraftRequest:

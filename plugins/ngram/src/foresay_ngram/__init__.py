@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from pydantic import Field, field_validator, model_validator
 
 from foresay import hookimpl
-from foresay.core.proposer import Proposer, ProposerConfig, ProposerSpec
+from foresay.core.proposer import Needs, Proposer, ProposerConfig, ProposerSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from typing import Any
 
 
 class NgramConfig(ProposerConfig):
@@ -49,7 +50,11 @@ def _build(config: NgramConfig) -> Proposer:
     return NgramProposer(config)
 
 
+def _needs(_config: NgramConfig, _target_config: Any) -> Needs:
+    return Needs(prediction=True)
+
+
 @hookimpl
 def foresay_register_proposers() -> Iterable[ProposerSpec]:
     """Offer the proposer `ngram`."""
-    return [ProposerSpec(name="ngram", config_type=NgramConfig, build=_build)]
+    return [ProposerSpec(name="ngram", config_type=NgramConfig, build=_build, needs=_needs)]

@@ -31,6 +31,7 @@ class SuffixIndex:
         "_last_end",
         "_longest",
         "_match_end",
+        "_match_length",
         "_repeated",
         "_roots",
         "_shortest",
@@ -48,6 +49,7 @@ class SuffixIndex:
         self._last_end = array("I")  # node -> end of its most recent occurrence
         self._repeated = bytearray()  # node -> 1 if it occurred more than once: it has children
         self._match_end = 0  # of the history's longest suffix; 0: it has no earlier occurrence
+        self._match_length = 0  # of that suffix
         self._window = 0  # the last `shortest` tokens, packed
         self._window_mask = (1 << _TOKEN_BITS * shortest) - 1
 
@@ -58,28 +60,15 @@ class SuffixIndex:
     def extend(self, token_ids: Iterable[int]) -> None:
         """Append tokens to the history."""
         for token in token_ids:
-            self._append(token)
+            self.append(token)
 
-    def continuation(self, k: int) -> list[int]:
-        """Return the `k` tokens that followed the match; none if nothing matches.
-
-        Where they run off the end of the history they go on with themselves: what follows
-        `a b a b` is `a b a b a ...`.
-        """
-        if not self._match_end:
-            return []
-        draft = self._tokens[self._match_end : self._match_end + k].tolist()
-        period = len(self._tokens) - self._match_end
-        while len(draft) < k:
-            draft.append(draft[-period])
-        return draft
-
-    def _append(self, token: int) -> None:
+    def append(self, token: int) -> None:
+        """Append a token to the history."""
         tokens, last_end, repeated = self._tokens, self._last_end, self._repeated
         tokens.append(token)
         end = len(tokens)
         self._window = (self._window << _TOKEN_BITS | token) & self._window_mask
-        self._match_end = 0
+        self._match_end = self._match_length = 0
         depth = self._shortest
         if end < depth:
             return
@@ -92,6 +81,7 @@ class SuffixIndex:
         children = self._children
         while True:
             previous = self._match_end = last_end[node]
+            self._match_length = depth
             last_end[node] = end
             if depth == self._longest:
                 return
@@ -110,6 +100,30 @@ class SuffixIndex:
                 return
             node = child
             depth += 1
+
+    @property
+    def match_length(self) -> int:
+        """How many tokens match, at most `longest`; 0 if nothing does."""
+        return self._match_length
+
+    @property
+    def next_token(self) -> int | None:
+        """The token that followed the match; None if nothing matches."""
+        return self._tokens[self._match_end] if self._match_end else None
+
+    def continuation(self, k: int) -> list[int]:
+        """Return the `k` tokens that followed the match; none if nothing matches.
+
+        Where they run off the end of the history they go on with themselves: what follows
+        `a b a b` is `a b a b a ...`.
+        """
+        if not self._match_end:
+            return []
+        draft = self._tokens[self._match_end : self._match_end + k].tolist()
+        period = len(self._tokens) - self._match_end
+        while len(draft) < k:
+            draft.append(draft[-period])
+        return draft
 
     def _add_node(self, end: int) -> int:
         self._last_end.append(end)
