@@ -98,6 +98,7 @@ class VerifyPlan:
             Context(r.sampling, r.token_ids, r.num_prompt_tokens, r.draft_token_ids)
             for r in requests
         ]
+        self._buffer_places = [-1] * num_rows  # of processed rows in their buffer; -1: none
         self._arguments: dict[str, Any] = {
             "vocab_size": vocab_size,
             "block": tuning.block,
@@ -175,8 +176,8 @@ class VerifyPlan:
         kernel[(num_programs,)](**arguments, num_warps=num_warps, enable_fp_fusion=True)
 
     def _processed(self) -> dict[str, Any]:
-        """Process the rows that ask for it into a buffer; `processed_rows` says where they are."""
-        places = [-1] * self._num_rows
+        """Process the rows that ask for it into a buffer, and note their places there."""
+        places = self._buffer_places
         processed: list[torch.Tensor] = []
         used: list[int] = []
         row = 0
@@ -215,7 +216,7 @@ class VerifyPlan:
         cuts = torch.zeros(self._num_rows, dtype=torch.int64, device=device)
         # One at a time on a CPU, so that the weights are computed as the reference computes them.
         step = 1 if device.type == "cpu" else _RANKED_AT_ONCE
-        places = self._arguments["processed_rows_ptr"].tolist() if filtered else []
+        places = self._buffer_places
         for start in range(0, len(filtered), step):
             part = filtered[start : start + step]
             indices = torch.tensor(part, device=device)
