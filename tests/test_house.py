@@ -70,6 +70,7 @@ SCHEDULING = "foresay.core.scheduling"
 WORKER = "foresay.core.worker"
 KNOWN_TO_SCHEDULING = [SCHEDULING, *(f"{CORE}.{name}" for name in ("messages", "config", "errors"))]
 KERNELS = f"{WORKER}.kernels"
+TESTING = f"{CORE}.testing"
 FORBIDDEN_TO_WORKER = [SCHEDULING, *(f"{CORE}.{name}" for name in ("engine", "llm", "commands"))]
 KNOWN_TO_PLUGINS = [
     "foresay",
@@ -134,6 +135,9 @@ def violations(name: str, source: str) -> list[str]:
         rules = {
             "absolute imports only": not item.relative,
             "core imports no plugin": not (within(name, CORE) and package.startswith("foresay_")),
+            "core's testing is for tests": not (
+                within(name, CORE) and not within(name, TESTING) and within(target, TESTING)
+            ),
             "core does not import cli": not (within(name, CORE) and within(target, "foresay.cli")),
             "scheduling knows messages, config and errors only": (
                 not within(name, SCHEDULING) or not ours or within(target, *KNOWN_TO_SCHEDULING)
@@ -212,6 +216,11 @@ def test_imports_keep_the_rules(name: str) -> None:
             "foresay.core.commands.x",
             "import foresay.core.scheduling.request\nfrom foresay.core.worker import attention",
             ["only engine joins the wings"],
+        ),
+        (
+            "foresay.core.x",
+            "from foresay.core.testing import tiny_llama",
+            ["core's testing is for tests"],
         ),
         (
             "foresay.core.worker.kernels.x",
@@ -352,7 +361,7 @@ def test_a_plugin_is_laid_out_as_a_distribution_of_its_own(plugin: Path) -> None
 
 
 def test_there_are_plugins_and_foresay_is_in_the_range_they_pin() -> None:
-    assert {"ngram", "smollm2"} <= {plugin.name for plugin in PLUGINS}
+    assert {"custom_example", "ngram", "smollm2"} <= {plugin.name for plugin in PLUGINS}
     assert toml(ROOT / "pyproject.toml")["project"]["version"].startswith("0.1.")
 
 

@@ -1,0 +1,176 @@
+"""Rules on what a proposer remembers: preemption, the end of requests, other proposers.
+
+Each is tried on the proposer alone, without an engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from foresay.core.testing.draft_rules import DraftRules
+from foresay.core.testing.driver import Ask, Driver, check
+from foresay.core.testing.memory import Footprint, Reachable
+
+_REQUESTS_A_ROUND = 60
+_BYTES_A_REQUEST = 8  # fewer than the smallest thing that could be kept of a request: a pointer
+
+
+class StateRules(DraftRules):
+    """What is forgotten, and when."""
+
+    def test_a_preempted_request_starts_anew(self) -> None:
+        """After `release` the same id comes again with its whole history, its output included."""
+        for i in range(6):
+            text = self.text(i, 30)
+            preempted = self.driver()
+            for length in (12, 14, 15):
+                preempted.draft(Ask("a", text[:length], self.most))
+            preempted.release("a")
+            resumed = Ask("a", text[:16], self.most, num_prompt_tokens=11, num_new_tokens=1)
+            later = Ask("a", text[:18], self.most)
+            fresh = self.driver()
+            for ask in (resumed, later):
+                self.same(
+                    preempted.draft(ask),
+                    fresh.draft(ask),
+                    "a request was preempted and came back, and another proposer saw it only then",
+                    "`release(req_id)` must forget all there is of the request",
+                )
+
+    def test_a_released_id_may_be_used_again(self) -> None:
+        """After `release` an id may belong to another request, with quite another history."""
+        for i in range(6):
+            driver = self.driver()
+            driver.draft(Ask("a", self.text(i, 20), self.most))
+            driver.release("a")
+            ask = Ask("a", self.text(i + 50, 9), self.most)
+            self.same(
+                driver.draft(ask),
+                self.driver().draft(ask),
+                "a released id came back with another history, and a fresh proposer saw it",
+                "`release(req_id)` must forget all there is of the request",
+            )
+
+    def test_a_second_request_finds_nothing_of_the_first(self) -> None:
+        """Two requests in a row, also with the same prompt: the second is drafted for afresh."""
+        for i in range(6):
+            text = self.text(i, 30)
+            driver = self.driver()
+            for length in (10, 14, 20):
+                driver.draft(Ask("first", text[:length], self.most))
+            driver.release("first")
+            for ask in (Ask("second", text[:10], self.most), Ask("third", text[9:17], self.most)):
+                self.same(
+                    driver.draft(ask),
+                    self.driver().draft(ask),
+                    "a request came after another one, and to a fresh proposer",
+                    "keep what you learn of a request under its `req_id`, and drop it in "
+                    "`release`: drafts that depend on other requests cannot be reproduced",
+                )
+
+    def test_any_request_may_be_released(self) -> None:
+        """`release` is called for requests that were never drafted for, too."""
+        driver = self.driver()
+        driver.release("never seen")
+        driver.draft(Ask("a", self.text(0), self.most))
+        driver.release("a")
+        driver.release("a")
+        driver.draft(Ask("b", self.text(1), self.most))
+
+    def test_released_requests_leave_nothing_behind(self) -> None:
+        """Many requests come and go, and the proposer grows no larger."""
+        driver = self.driver()
+        self._come_and_go(driver, 0)  # caches fill, tables reach their size
+        self._come_and_go(driver, 1)
+        before = Reachable(driver.proposer).footprint()
+        self._come_and_go(driver, 2)
+        after = Reachable(driver.proposer).footprint()
+        self._check_growth(before, after)
+
+    def _come_and_go(self, driver: Driver, number: int) -> None:
+        texts = [self.text(i, 15) for i in range(4)]
+        for first in range(0, _REQUESTS_A_ROUND, len(texts)):
+            named = {f"{number}.{first + i}": text for i, text in enumerate(texts)}
+            for length in (12, 15):
+                driver.step(*(Ask(name, text[:length], self.most) for name, text in named.items()))
+            for name in named:
+                driver.release(name)
+        driver.batch = None
+
+    def _check_growth(self, before: Footprint, after: Footprint) -> None:
+        num_bytes = after.num_bytes - before.num_bytes
+        num_objects = after.num_objects - before.num_objects
+        check(
+            num_bytes < _REQUESTS_A_ROUND * _BYTES_A_REQUEST,
+            f"{_REQUESTS_A_ROUND} requests came and went, and {num_bytes} bytes in {num_objects} "
+            "objects more are held than before: a server would run out of memory. Give the "
+            "proposer a `release(self, req_id)` that drops all there is of a request, e.g. "
+            "`self.states.pop(req_id, None)`",
+        )
+
+    def test_two_proposers_share_nothing(self) -> None:
+        """Two engines in one process use the same request ids: state is an instance's own."""
+        text, other = self.text(0, 20), self.text(1, 12)
+        first, second = self.driver(same_ids=True), self.driver(same_ids=True)
+        first.draft(Ask("0", text, self.most))
+        ask = Ask("0", other, self.most)
+        self.same(
+            second.draft(ask),
+            self.driver().draft(ask),
+            "two proposers drafted for a request '0' each, and one had no neighbour",
+            "keep state in `self`, set in `__init__`; a dict in the class body or the module is "
+            "shared by all",
+        )
+        first.release("0")
+        second.release("0")
+
+    def test_the_target_is_only_looked_at(self) -> None:
+        """Loading and drafting leave the target's config and weights as they were."""
+        target = self.target
+        config = _facts(target.config)
+        embeddings = target.embeddings
+        weights = None if embeddings is None else embeddings.clone()
+        self.driver().draft(Ask("a", self.text(0), self.most))
+        check(
+            _facts(target.config) == config,
+            "the target's config changed while the proposer loaded or drafted; it is the engine's "
+            "own: work on `copy.deepcopy(target.config)`",
+        )
+        check(
+            embeddings is None or weights is None or torch.equal(weights, embeddings),
+            "the target's embeddings changed while the proposer loaded or drafted; they are the "
+            "target's own: work on `target.embeddings.clone()`",
+        )
+
+    def test_nothing_global_is_changed(self) -> None:
+        """Loading and drafting leave torch's settings for the whole process as they were."""
+        before = _torch_settings()
+        driver = self.driver()
+        driver.draft(Ask("a", self.text(0), self.most))
+        changed = {
+            name: f"{value} to {_torch_settings()[name]}"
+            for name, value in before.items()
+            if _torch_settings()[name] != value
+        }
+        check(
+            not changed,
+            f"the proposer changed torch's settings for everybody: {changed}; pass `dtype=` and "
+            "`device=` where you make tensors, or use a `with` block",
+        )
+
+
+def _facts(config: Any) -> str:
+    private = {name: value for name, value in vars(config).items() if name.startswith("_attn")}
+    return f"{config!r} {private!r}"
+
+
+def _torch_settings() -> dict[str, object]:
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "gradients": torch.is_grad_enabled(),
+        "threads": torch.get_num_threads(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
