@@ -173,6 +173,10 @@ def _check_proposer(spec: ProposerSpec) -> str | None:
             f"proposer {spec.name!r}: config_type is {shown(spec.config_type)}; it must be "
             "ProposerConfig or a subclass of it"
         )
+    for attribute in ("serves", "recognises"):
+        value = getattr(spec, attribute)
+        if value is not None and not callable(value):
+            return f"proposer {spec.name!r}: {attribute} is {shown(value)}, not a function"
     return _check_callables(spec, "proposer", "build", "needs")
 
 

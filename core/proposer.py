@@ -59,6 +59,10 @@ class Needs:
     # before the final norm.
     aux_layers: tuple[int, ...] = ()
     kv_layers: tuple[KVLayer, ...] = ()  # of the proposer's own, in the core's blocks
+    # How many tokens behind a position what its KV layers hold there depends on, at most: 1 for a
+    # drafter that takes the next token. With more it may store its last `kv_reach - 1` positions
+    # again in the next step; the prefix cache leaves them out until then.
+    kv_reach: int = 1
     embeddings: bool = False  # the target's input embeddings
     lm_head: bool = False  # the target's output head
     sampled: bool = False  # draws its drafts through `batch.sampler`
@@ -177,6 +181,9 @@ class KVView(Protocol):
 class DraftInput:
     """A step's requests. Row order may change from step to step: key your state by `req_id`.
 
+    The batch, its requests and their `token_ids` are valid during the call only: copy what you
+    keep.
+
     For a proposer that declared the need, the *features* of committed positions come along: each
     position once, in order, from the first that is computed after the request was admitted (or
     resumed) to the end. Request i has the rows `row_starts[i]` to `row_starts[i + 1]`. With k >= 1
@@ -243,6 +250,18 @@ class ProposerSpec:
     `drafter_is_model`: the drafter is a whole language model, so that besides a registered drafter
     a user may name it as the target model is named: an alias, a folder, a GGUF file, or a hub id.
     `ProposerConfig.drafter` is then the folder that an alias resolved to, or what the user wrote.
+
+    `serves(folder)`, for a proposer whose weights may lie in the target's own checkpoint: given
+    the target's folder, say why this proposer is what "auto" should take, or return None if there
+    is nothing for it. It looks at files' names and headers only and imports no torch. Where
+    something is there that cannot be used, it raises a `ForesayError` that says why: the choice
+    goes on without it, and the reason is shown.
+
+    `recognises(path)`, for a proposer that loads a drafter: given somebody's folder or file, say
+    what it holds ("an EAGLE-3 head"), or return None if it is nothing of this proposer's kind. So
+    `foresay check` finds whose drafter it is. It looks at config.json and the tensors' names only,
+    and judges by what only its own kind has: others are asked as well. Whether the drafter can be
+    used is not the question; `needs` and `load` tell. It may raise as `serves` does.
     """
 
     name: str
@@ -250,3 +269,5 @@ class ProposerSpec:
     build: Callable[[Any], Proposer]
     needs: Callable[[Any, Any], Needs] = field(default=_no_needs)
     drafter_is_model: bool = False
+    serves: Callable[[Path], str | None] | None = None
+    recognises: Callable[[Path], str | None] | None = None

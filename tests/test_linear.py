@@ -112,6 +112,31 @@ def test_bfloat16_rows_are_cut_into_products_of_128_where_the_cpu_has_it(
     assert sizes == [128, 128, 44]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_row_invariance_all_rows_are_one_product_as_they_are(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = numbers(6, 4, dtype=dtype, seed=1)
+    ours = Linear(weight, None, dtype, pack=True, row_invariant=False)
+    sizes: list[int] = []
+    product = ours._product
+
+    def watched(x: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x))
+        return product(x)
+
+    monkeypatch.setattr(ours, "_product", watched)
+    for num_rows in (1, 300):
+        x = numbers(num_rows, 4, dtype=dtype)
+        expected = x.double() @ weight.double().T
+        assert torch.allclose(ours(x).double(), expected, atol=20 * ROUNDING[dtype])
+        residual = numbers(num_rows, 6, dtype=dtype, seed=3)
+        total = ours.add_to(residual, x).double()
+        assert torch.allclose(total, residual.double() + expected, atol=20 * ROUNDING[dtype])
+    assert set(sizes) <= {1, 300}
+    assert len(sizes) >= 2
+
+
 @pytest.mark.parametrize(
     ("dtype", "device", "expected"),
     [

@@ -54,7 +54,9 @@ class FeatureFeed:
         """Return the batch with what is due for its requests."""
         requests, needs = batch.requests, self._needs
         ranges = [self._due(request) for request in requests]
-        row_starts, states, positions = [0], [], []
+        row_starts = [0]
+        states: list[int] = []
+        positions: list[int] = []
         for request, due in zip(requests, ranges, strict=True):
             row_starts.append(row_starts[-1] + len(due))
             positions += due

@@ -21,7 +21,8 @@ from foresay.core.proposer import KVRows
 from foresay.core.worker.attention import AttentionMetadata, AttentionRules, paged_attention
 from foresay.core.worker.capture import Capture
 from foresay.core.worker.kv_cache import KVCache, LayerKV
-from foresay.core.worker.linear import Linear, compute_dtype
+from foresay.core.worker.linear import Linear as Linear  # drafters need it, too
+from foresay.core.worker.linear import compute_dtype
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # RoPE types whose frequencies do not depend on the sequence.
@@ -160,10 +161,11 @@ class SelfAttention:
         dtype: torch.dtype,
         device: torch.device,
         window: int | None = None,
+        row_invariant: bool = True,
     ) -> None:
         self.heads = heads
-        self.qkv = _fused(tensors, ("q_proj", "k_proj", "v_proj"), dtype, device)
-        self.out = _fused(tensors, ("o_proj",), dtype, device)
+        self.qkv = _fused(tensors, ("q_proj", "k_proj", "v_proj"), dtype, device, row_invariant)
+        self.out = _fused(tensors, ("o_proj",), dtype, device, row_invariant)
         self.query_key_norm = None
         if "q_norm.weight" in tensors:
             self.query_key_norm = (
@@ -216,10 +218,15 @@ class MLP:
     """
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        row_invariant: bool = True,
     ) -> None:
-        self.gate_up = _fused(tensors, ("gate_proj", "up_proj"), dtype, device)
-        self.down = _fused(tensors, ("down_proj",), dtype, device)
+        self.gate_up = _fused(tensors, ("gate_proj", "up_proj"), dtype, device, row_invariant)
+        self.down = _fused(tensors, ("down_proj",), dtype, device, row_invariant)
         self.intermediate_size = int(tensors["gate_proj.weight"].shape[0])
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -234,6 +241,7 @@ class DecoderBlock:
     `tensors` are named as in checkpoints: `input_layernorm.weight`,
     `post_attention_layernorm.weight`, and those of `SelfAttention` and `MLP` under `self_attn.`
     and `mlp.`. Without an `input_layernorm.weight` attention takes the residual stream as it is.
+    `row_invariant`: see `Linear`; a drafter does without.
     """
 
     def __init__(
@@ -245,11 +253,18 @@ class DecoderBlock:
         dtype: torch.dtype,
         device: torch.device,
         window: int | None = None,
+        row_invariant: bool = True,
     ) -> None:
         self.attention = SelfAttention(
-            under(tensors, "self_attn."), heads, eps=eps, dtype=dtype, device=device, window=window
+            under(tensors, "self_attn."),
+            heads,
+            eps=eps,
+            dtype=dtype,
+            device=device,
+            window=window,
+            row_invariant=row_invariant,
         )
-        self.mlp = MLP(under(tensors, "mlp."), dtype, device)
+        self.mlp = MLP(under(tensors, "mlp."), dtype, device, row_invariant=row_invariant)
         self.attention_norm = None
         if "input_layernorm.weight" in tensors:
             self.attention_norm = vector(tensors["input_layernorm.weight"], dtype, device)
@@ -288,6 +303,7 @@ def _fused(
     names: Sequence[str],
     dtype: torch.dtype,
     device: torch.device,
+    row_invariant: bool,
 ) -> Linear:
     """Return one product for several of the same input; either all have a bias or none has."""
     weight, bias = (
@@ -300,6 +316,7 @@ def _fused(
         torch.cat([part.to(device, dtype) for part in bias]) if bias else None,
         dtype,
         pack=True,
+        row_invariant=row_invariant,
     )
 
 

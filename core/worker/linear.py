@@ -44,9 +44,19 @@ class Linear:
     """y = x W^T + b, for x [num_rows, in_features]."""
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, *, pack: bool
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        *,
+        pack: bool,
+        row_invariant: bool = True,
     ) -> None:
-        """Take `weight` [out_features, in_features]; `pack` on CPU only. `dtype` is x's and y's."""
+        """Take `weight` [out_features, in_features]; `pack` on CPU only. `dtype` is x's and y's.
+
+        Without `row_invariant` rows are never padded or split to keep their bits: a fifth faster
+        at one row, and a drafter, which alters no text, can do without.
+        """
         self.dtype = dtype
         device = weight.device
         self.compute = compute_dtype(dtype, device)
@@ -59,7 +69,9 @@ class Linear:
             weight = torch.ops.mkldnn._reorder_linear_weight(
                 weight.contiguous(), _PACK_ROWS[self.compute]
             )
-            if self.compute == torch.bfloat16:
+            if not row_invariant:
+                pass
+            elif self.compute == torch.bfloat16:
                 self.max_rows = MAX_ROWS_BFLOAT16
             else:
                 self.min_rows = MIN_ROWS_FLOAT32
