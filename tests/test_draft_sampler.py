@@ -365,3 +365,53 @@ def test_the_same_map_in_another_tensor_goes_on_with_the_draft() -> None:
         sampler.draw(ROW, step, [0], torch.tensor([1, 1, 2, 3, 4, 5]))
     assert len(kept(sampler).probs) == 3
     assert math.isclose(kept(sampler).probs[0, 0].item(), 1 / 3, rel_tol=1e-6)
+
+
+def test_a_map_is_worked_out_once_for_all_steps_and_few_are_kept() -> None:
+    logits = random_table(1, 3, seed=2)
+    known: list[Any] = []
+    maps = [torch.tensor([i, 5, 1]) for i in (0, 2, 3, 4)]
+    for draft_to_target in [*maps, *maps]:
+        sampler = StepSampler([make_draw()], 6, known)
+        again = StepSampler([make_draw()], 6)
+        drawn = [s.draw(logits, 0, [0], draft_to_target).tolist() for s in (sampler, again)]
+        assert drawn[0] == drawn[1]
+        ids = [kept(s).token_ids for s in (sampler, again)]
+        assert [part.tolist() for part in ids if part is not None] == [
+            sorted(draft_to_target.tolist())
+        ] * 2
+    assert len(known) == 4
+    kept_before = list(known)
+    for number in range(9):  # a drafter with a new map in every step
+        sampler = StepSampler([make_draw()], 6, known)
+        sampler.draw(logits, 0, [0], torch.tensor([5, number % 5, 0]))
+    assert len(known) <= 5
+    assert not set(map(id, kept_before)) & set(map(id, known))
+
+
+def test_many_maps_in_one_step_are_all_kept_to_its_end() -> None:
+    logits = random_table(2, 3, seed=2)
+    requests = [make_draw(f"r{i}", k=2) for i in range(6)]
+    sampler = StepSampler(requests, 6, [])
+    for step in range(2):
+        for row in range(6):
+            sampler.draw(logits[step : step + 1], step, [row], torch.tensor([row, 5, 4]))
+    assert [len(sampler.drawn(row) or []) for row in range(6)] == [2] * 6
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_order_of_a_map_changes_no_draw(temperature: float) -> None:
+    logits = random_table(3, 4, seed=3)
+    ascending = torch.tensor([0, 2, 3, 5])
+    order = torch.tensor([2, 0, 3, 1])
+    found = []
+    for row, draft_to_target in ((logits, ascending), (logits[:, order], ascending[order])):
+        before = row.clone()
+        sampler = sampler_of(make_draw(temperature=temperature))
+        drawn = [int(sampler.draw(row[j : j + 1], j, [0], draft_to_target)) for j in range(3)]
+        probs = None if temperature == 0 else kept(sampler).probs.tolist()
+        found.append((drawn, probs))
+        assert torch.equal(row, before)
+    assert found[0] == found[1]
+    if temperature == 0:
+        assert found[0][0] == ascending[logits.argmax(dim=-1)].tolist()

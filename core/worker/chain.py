@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from foresay.core.messages import SamplingData
 from foresay.core.proposer import DraftInput, DraftRequest, Needs
@@ -33,6 +34,7 @@ class Member:
     queue: FeatureQueue | None = None
     layers: Sequence[LayerCache] = ()
     num_stored: dict[str, int] = field(default_factory=dict)  # positions its KV layers hold
+    known_maps: list[Any] = field(default_factory=list)  # of its sampler, from step to step
 
     @property
     def takes_features(self) -> bool:
@@ -129,6 +131,11 @@ class ProposerChain:
         return any(member.needs.kv_layers for member in self.members)
 
     @property
+    def kv_reach(self) -> int:
+        """How many tokens behind a position the members' KV depends on, at most."""
+        return max(member.needs.kv_reach for member in self.members)
+
+    @property
     def draft_slots(self) -> int:
         """Rows per request that a member adds to its own batch."""
         return max(member.needs.draft_slots for member in self.members)
@@ -176,7 +183,7 @@ class ProposerChain:
             ]
             if not asked:
                 continue
-            sampler = self._sampler(asked, sampling) if member.needs.sampled else None
+            sampler = self._sampler(member, asked, sampling) if member.needs.sampled else None
             drafts = self._call(member, DraftInput(tuple(asked), sampler), slots)
             for row, (request, token_ids) in enumerate(zip(asked, drafts, strict=True)):
                 if token_ids:
@@ -253,14 +260,18 @@ class ProposerChain:
             member.proposer.check_stored(view, features.ranges)
             for request, handed in zip(batch.requests, features.ranges, strict=True):
                 if handed:
-                    # The last ones may be stored again, before the tokens that follow then.
-                    num_stored = handed.stop - (member.needs.kv_reach - 1)
+                    # The last ones may be stored again, before the tokens that follow then; and
+                    # all the tokens behind the others must be there to tell them apart.
+                    num_stored = handed.stop - (self.kv_reach - 1)
                     held = member.num_stored.get(request.req_id, 0)
                     member.num_stored[request.req_id] = max(held, num_stored)
         return drafts
 
     def _sampler(
-        self, requests: Sequence[DraftRequest], sampling: Mapping[str, SamplingData]
+        self,
+        member: Member,
+        requests: Sequence[DraftRequest],
+        sampling: Mapping[str, SamplingData],
     ) -> StepSampler:
         return StepSampler(
             [
@@ -273,4 +284,5 @@ class ProposerChain:
                 for request in requests
             ],
             self._vocab_size,
+            member.known_maps,
         )

@@ -31,6 +31,8 @@ from foresay.core.worker.processors import Context
 from foresay.core.worker.race import Race, draw
 from foresay.core.worker.sampling import Row, RowError, is_greedy, survivors
 
+_MOST_MAPS = 4  # of the last steps' draft vocabularies are kept
+
 
 @dataclass(frozen=True, slots=True)
 class DraftProbs:
@@ -69,11 +71,21 @@ class StepSampler:
     that is -inf for every token the target has.
     """
 
-    def __init__(self, requests: Sequence[DrawRequest], vocab_size: int) -> None:
-        """`vocab_size`: target ids are in range(vocab_size); no other id is ever drawn."""
+    def __init__(
+        self,
+        requests: Sequence[DrawRequest],
+        vocab_size: int,
+        known_maps: list[_Columns] | None = None,
+    ) -> None:
+        """`vocab_size`: target ids are in range(vocab_size); no other id is ever drawn.
+
+        `known_maps` keeps what is worked out of draft vocabularies from one step to the next: the
+        same list for all steps of a drafter. Sorting one costs as much as several draws.
+        """
         self.faults: Counter[str] = Counter()
         self._vocab_size = vocab_size
-        self._columns: list[_Columns] = []  # one entry a map; drafters have one
+        self._columns = [] if known_maps is None else known_maps  # drafters have one map
+        del self._columns[:-_MOST_MAPS]
         self._drafts = [_Draft(request) for request in requests]
 
     @torch.inference_mode()
@@ -260,7 +272,9 @@ class _Columns:
         self.lowest_id = int(self.token_ids[0])
         self._num_columns = self.token_ids.shape[0]
         if self._num_columns == kept.shape[0]:  # one draft id a column: only their order differs
-            self._kept = kept[column_of.argsort()]
+            order = kept[column_of.argsort()]
+            is_as_it_is = torch.equal(order, torch.arange(draft_vocab, device=order.device))
+            self._kept = slice(None) if is_as_it_is else order
         else:
             self._kept, self._column_of = kept, column_of
 
