@@ -46,6 +46,7 @@ class Facts:
     takes_prediction: bool
     draft_slots: int
     has_proposer_kv: bool
+    kv_reach: int
     row_invariant: bool
     summary: str
 

@@ -41,6 +41,7 @@ class Engine:
                 max_context=runner.max_context,
                 has_proposer_kv=runner.has_proposer_kv,
                 draft_slots=runner.draft_slots,
+                kv_reach=runner.kv_reach,
             )
         )
         self._runner = runner

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pluggy
 
 from foresay import hookspecs
+from foresay.core.automatic import AutomaticProposer, ask_who_serves
 from foresay.core.errors import PluginError, nearest, one_line
 from foresay.core.offers import Offers, PluginRecord, checked
 from foresay.core.proposer import ProposerSpec
@@ -45,15 +46,6 @@ _REQUEST_END = "foresay_request_end"
 logger = logging.getLogger(__name__)
 
 Offer = TypeVar("Offer")
-
-
-@dataclass(frozen=True, slots=True)
-class AutomaticProposer:
-    """What `proposer="auto"` takes for a model, and why."""
-
-    proposer: str
-    drafter: str | None  # a registered drafter's name; None: the proposer needs none
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,18 +182,18 @@ class PluginManager:
     def automatic_proposer(
         self, model_name: str, model_path: Path | None = None
     ) -> AutomaticProposer | None:
-        """Choose a proposer for a model: the best drafter made for it, else n-gram lookup.
+        """Choose a proposer for a model.
 
-        `model_path` is the folder that `model_name` resolved to: a drafter registered for an alias
-        also serves the same model given as a folder. None if nothing suitable is installed.
+        The best drafter made for it; else a proposer that finds its weights in the checkpoint;
+        else n-gram lookup. `model_path` is the folder that `model_name` resolved to: a drafter
+        registered for an alias also serves the same model given as a folder. None if nothing
+        suitable is installed.
         """
-        proposers = self.proposers
+        proposers = {n: spec for n, spec in self.proposers.items() if n not in NEVER_AUTOMATIC}
         candidates = [
             drafter
             for drafter in self.drafters.values()
-            if drafter.proposer in proposers
-            and drafter.proposer not in NEVER_AUTOMATIC
-            and self._made_for(drafter, model_name, model_path)
+            if drafter.proposer in proposers and self._made_for(drafter, model_name, model_path)
         ]
         if candidates:
             best = max(candidates, key=lambda drafter: drafter.mean_acceptance_length)
@@ -211,10 +203,14 @@ class PluginManager:
                 f"drafter {best.name!r} of {self._drafters.owner(best.name)} was made for "
                 f"{model_name!r} (mean acceptance length {best.mean_acceptance_length:.2f})",
             )
+        reasons = [f"no drafter is registered for {model_name!r}"]
+        if model_path is not None:
+            served = ask_who_serves(proposers, model_path.expanduser(), self.proposer_owner)
+            if served.choice is not None:
+                return served.choice
+            reasons += served.refusals
         if FALLBACK_PROPOSER in proposers:
-            return AutomaticProposer(
-                FALLBACK_PROPOSER, None, f"no drafter is registered for {model_name!r}"
-            )
+            return AutomaticProposer(FALLBACK_PROPOSER, None, "; ".join(reasons))
         return None
 
     def register_commands(self, app: typer.Typer) -> None:

@@ -152,6 +152,7 @@ class RemoteRunner:
         self.takes_prediction = facts.takes_prediction
         self.draft_slots = facts.draft_slots
         self.has_proposer_kv = facts.has_proposer_kv
+        self.kv_reach = facts.kv_reach
         self.row_invariant = facts.row_invariant
         self.summary = f"{facts.summary}; worker: process {self._process.pid}"
 

@@ -59,6 +59,10 @@ class Runner(Protocol):
         """Whether a proposer has KV layers of its own, in the requests' blocks."""
 
     @property
+    def kv_reach(self) -> int:
+        """How many tokens behind a position the proposers' KV depends on, at most; see `Needs`."""
+
+    @property
     def row_invariant(self) -> bool:
         """Whether a row's logits were found independent of the rows around it."""
 

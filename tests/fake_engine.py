@@ -83,6 +83,7 @@ class FakeRunner:
         self.takes_prediction = takes_prediction
         self.draft_slots = 0
         self.has_proposer_kv = False
+        self.kv_reach = 1
         self.eos_token_ids = frozenset([EOS])
         self.vocab_size = VOCAB_SIZE
         self.max_model_len = max_model_len

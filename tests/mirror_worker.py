@@ -123,7 +123,7 @@ class MirrorWorker:
         self.vocab_size = vocab_size
         self.rng = rng
         self.memory = [NEVER_WRITTEN] * (config.num_blocks * config.block_size)
-        # A drafter's KV in the same blocks: of a position's token and the one behind it.
+        # A drafter's KV in the same blocks: of a position's token and those behind it.
         self.drafter_memory = list(self.memory)
         self.held: dict[str, Held] = {}
         self.p_wrong = rng.choice([0.0, 0.2, 0.6])
@@ -298,15 +298,19 @@ class MirrorWorker:
     def _store(self, held: Held, k: int) -> int:
         """Do as a drafter with KV layers does; return how many leading positions it holds."""
         ids = held.token_ids
+        reach = self.config.kv_reach
         last = min(len(ids) - 1, held.num_computed_tokens)  # an unfinished prompt's chunk ends it
+        known = max(held.num_stored, last - (reach - 1))  # what is behind later ones is guessed
         for position in range(held.num_stored, last):
-            before = self.drafter_memory[self.slot(held, position - 1)] if position else 1
-            own = link(link(before, ids[position]), ids[position + 1])
-            self.drafter_memory[self.slot(held, position)] = own
-        held.num_stored = max(held.num_stored, last)
+            chain = self.drafter_memory[self.slot(held, position - 1)] if position else 1
+            for token_id in ids[position : position + 1 + reach]:
+                chain = link(chain, token_id)
+            self.drafter_memory[self.slot(held, position)] = chain if position < known else NAN
+        held.num_stored = known
         chain = 1
         for position in range(held.num_stored):
-            chain = link(link(chain, ids[position]), ids[position + 1])
+            for token_id in ids[position : position + 1 + reach]:
+                chain = link(chain, token_id)
             assert self.drafter_memory[self.slot(held, position)] == chain, "another text's KV"
         for position in range(len(ids) - 1, len(ids) - 1 + max(k - 1, 0) + self.config.draft_slots):
             if k:  # what it guesses; there must be room

@@ -286,6 +286,31 @@ def test_a_request_continues_the_prefix_that_it_hit() -> None:
     assert blocks.find_prefix(make_request([5, 6, 9])).block_ids == []
 
 
+@pytest.mark.parametrize(
+    ("behind", "num_hit"),
+    [
+        ([8, 9, 10], 2),  # the two tokens behind the second block are those it was stored before
+        ([8, 9], 2),
+        ([8], 1),  # the second one of them is not there
+        ([8, 0, 0], 1),
+        ([0, 9, 10], 1),
+        ([], 1),
+    ],
+)
+def test_what_proposers_stored_hits_before_the_same_tokens_only(
+    behind: list[int], num_hit: int
+) -> None:
+    blocks = BlockManager(16, 4, enable_prefix_caching=True, kv_reach=2)
+    first = make_request(range(12), "first")
+    admit(blocks, first)
+    compute(blocks, first)
+    blocks.mark_stored(first, 10)
+    second = make_request([*range(8), *behind], "second")
+
+    assert blocks.find_prefix(second, stored=True).block_ids == first.block_ids[:num_hit]
+    blocks.check_integrity([first])
+
+
 def test_shrink_gives_back_what_is_beyond_the_slots() -> None:
     blocks = make_manager(num_blocks=4, block_size=4)
     request = make_request(range(5))

@@ -117,7 +117,7 @@ def test_a_member_that_fails_is_followed_by_the_next() -> None:
     proposers = chain(first, second)
     for _ in range(4):
         assert propose(proposers, requests("x")) == {"x": Drafted([3], "b", None)}
-    assert proposers.take_faults() == {"raised": 3}
+    assert proposers.take_faults() == {"raised": 3, "dropped": 1}
     assert len(first.asked) == 3  # then it was dropped; the chain goes on
     assert not proposers.dropped
 

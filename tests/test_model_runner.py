@@ -559,7 +559,9 @@ def test_a_proposer_that_keeps_failing_is_asked_three_times(model: Any) -> None:
     for _ in range(4):
         worker.step({"a": 1}, k={"a": 3})
         found.append(worker.draft())
-    assert found == [DraftTokenIds({}, {}, {"raised": 1})] * 3 + [None, None]
+    raised = DraftTokenIds({}, {}, {"raised": 1})
+    dropped = DraftTokenIds({}, {}, {"raised": 1, "dropped": 1})
+    assert found == [raised, raised, dropped, None, None]
     assert len(failing.asked) == 3
 
 

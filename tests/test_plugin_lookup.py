@@ -306,6 +306,102 @@ def test_a_drafter_for_an_alias_serves_the_same_model_given_as_a_folder(tmp_path
     assert other.drafter is None
 
 
+def serving(name: str, serves: Callable[[Path], Any]) -> ProposerSpec:
+    return ProposerSpec(name=name, config_type=ProposerConfig, build=Drafts, serves=serves)
+
+
+@pytest.mark.parametrize(
+    ("specs", "expected"),
+    [
+        pytest.param(
+            [serving("inside", lambda folder: f"{folder.name} holds it"), proposer_spec("ngram")],
+            ("inside", "large holds it"),
+            id="its weights are in the checkpoint",
+        ),
+        pytest.param(
+            [serving("inside", lambda _folder: None), proposer_spec("ngram")],
+            ("ngram", "no drafter is registered for './large'"),
+            id="nothing is in the checkpoint",
+        ),
+        pytest.param(
+            [serving("b", lambda _folder: "second"), serving("a", lambda _folder: "first")],
+            ("a", "first"),
+            id="the first by name",
+        ),
+        pytest.param(
+            [serving("custom_example", lambda _folder: "yes"), proposer_spec("ngram")],
+            ("ngram", "no drafter is registered for './large'"),
+            id="never the example",
+        ),
+        pytest.param([serving("inside", lambda _folder: None)], None, id="nothing at all"),
+    ],
+)
+def test_a_proposer_may_find_its_weights_in_the_checkpoint(
+    specs: list[ProposerSpec], expected: tuple[str, str] | None
+) -> None:
+    manager = PluginManager()
+    manager.register(offering(*specs), name="proposers")
+
+    choice = manager.automatic_proposer("./large", Path("models/large"))
+
+    assert (choice and (choice.proposer, choice.reason)) == expected
+    assert choice is None or choice.drafter is None
+
+
+def test_a_registered_drafter_goes_before_what_is_in_the_checkpoint() -> None:
+    manager = manager_with_drafters(drafter("head", "eagle", "large", 2.5))
+    manager.register(offering(serving("inside", lambda _folder: "yes")), name="inside")
+
+    large, small = (manager.automatic_proposer(name, Path(name)) for name in ("large", "small"))
+
+    assert large is not None
+    assert small is not None
+    assert (large.proposer, small.proposer) == ("eagle", "inside")
+
+
+def test_weights_that_cannot_be_used_are_part_of_the_reason() -> None:
+    def refuse(_folder: Path) -> str:
+        raise PluginError("they are of another kind")
+
+    manager = PluginManager()
+    manager.register(offering(serving("inside", refuse), proposer_spec("ngram")), name="both")
+
+    choice = manager.automatic_proposer("large", Path("large"))
+
+    assert choice is not None
+    assert choice.reason == (
+        "no drafter is registered for 'large'; inside cannot be used: they are of another kind"
+    )
+
+
+@pytest.mark.parametrize(
+    ("serves", "fault"),
+    [
+        (lambda _folder: 1 / 0, "raised ZeroDivisionError: division by zero"),
+        (lambda _folder: True, "returned True, not a str or None"),
+    ],
+    ids=["raises", "no text"],
+)
+def test_a_proposer_that_fails_to_say_whom_it_serves_is_logged_and_passed_over(
+    serves: Callable[[Path], Any], fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = PluginManager()
+    manager.register(offering(serving("inside", serves), proposer_spec("ngram")), name="both")
+
+    choice = manager.automatic_proposer("large", Path("large"))
+
+    assert choice is not None
+    assert choice.proposer == "ngram"
+    assert caplog.messages == [f"serves() of proposer 'inside', both, {fault}"]
+
+
+def test_serves_must_be_a_function() -> None:
+    spec = serving("inside", "all")  # type: ignore[arg-type]
+
+    with pytest.raises(PluginError, match=r"'inside': serves is 'all' \(a str\), not a function"):
+        PluginManager().register(offering(spec), name="inside")
+
+
 @pytest.mark.parametrize(
     ("locate", "message"),
     [

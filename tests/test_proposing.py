@@ -242,7 +242,7 @@ def test_three_failures_in_a_row_drop_the_proposer(caplog: pytest.LogCaptureFixt
         dropped.append(proposer.dropped)
     assert dropped == [False, False, True]
     assert caplog.messages[1:] == [f"{NAME} failed 3 times in a row and is off for this engine"]
-    assert proposer.take_faults() == {"raised": 3}
+    assert proposer.take_faults() == {"raised": 3, "dropped": 1}
     proposer.release("r0")
     assert fake.released == []
 

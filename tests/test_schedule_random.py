@@ -178,6 +178,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         max_context=draw(st.none() | st.integers(1, 40)),
         has_proposer_kv=draw(st.booleans()),
         draft_slots=draft_slots,
+        kv_reach=draw(st.sampled_from((1, 1, 2, 3))),
     )
 
 
@@ -259,6 +260,7 @@ def test_tiny_pools_meet_every_kind_of_event(block_size: int) -> None:
             max_model_len=max_model_len,
             num_speculative_tokens=4,
             has_proposer_kv=seed % 2 == 1,
+            kv_reach=1 + seed % 3,
         )
         cases = make_cases(rng, config, 10, vocab=5)
         events = Events(

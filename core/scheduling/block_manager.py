@@ -45,7 +45,15 @@ class BlockManager:
     after `num_computed_tokens`, and only blocks wholly below it are cached.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool,
+        kv_reach: int = 1,
+    ) -> None:
+        """`kv_reach`: how many tokens behind a position the proposers' KV depends on, at most."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -58,10 +66,11 @@ class BlockManager:
         self._key_of_block: dict[int, PrefixKey] = {}
         self._last_prefix_id = EMPTY_PREFIX_ID
         # Blocks whose slots the proposers' own layers have filled too, by their prefix and the
-        # token after it: what a drafter stores at a position may depend on the token behind it,
-        # and for a block's last slot that one is not the block's.
-        self._stored: dict[tuple[int, int], int] = {}
-        self._stored_key_of_block: dict[int, tuple[int, int]] = {}
+        # tokens after it: what a drafter stores at a position may depend on those behind it, and
+        # for a block's last slots they are not the block's.
+        self._kv_reach = kv_reach
+        self._stored: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._stored_key_of_block: dict[int, tuple[int, tuple[int, ...]]] = {}
         # Blocks of a request that ended on a non-finite row, still owned by others that run.
         self._tainted: set[int] = set()
         self._to_zero: list[int] = []
@@ -97,8 +106,7 @@ class BlockManager:
                     break
                 block_id, prefix_id = hit.block_id, hit.prefix_id
                 if stored:
-                    next_token_id = request.token_ids[(index + 1) * self.block_size]
-                    found = self._stored.get((prefix_id, next_token_id))
+                    found = self._stored.get((prefix_id, self._tokens_behind(request, index)))
                     if found is None:
                         break
                     block_id = found
@@ -182,20 +190,24 @@ class BlockManager:
     def mark_stored(self, request: Request, num_tokens: int) -> None:
         """Note that the proposers' layers hold the KV of the first `num_tokens` positions.
 
-        The token after them is committed. Of several blocks of one prefix and next token the first
-        stays known.
+        The `kv_reach` tokens after them are committed. Of several blocks of one prefix and the
+        same tokens after it the first stays known.
         """
         if not self.enable_prefix_caching:
             return
         num_full_blocks = min(num_tokens // self.block_size, len(request.prefix_ids))
         for index in range(request.num_stored_blocks, num_full_blocks):
             block_id = request.block_ids[index]
-            next_token_id = request.token_ids[(index + 1) * self.block_size]
-            key = (request.prefix_ids[index], next_token_id)
+            key = (request.prefix_ids[index], self._tokens_behind(request, index))
             if key not in self._stored and block_id not in self._stored_key_of_block:
                 self._stored[key] = block_id
                 self._stored_key_of_block[block_id] = key
             request.num_stored_blocks = index + 1
+
+    def _tokens_behind(self, request: Request, index: int) -> tuple[int, ...]:
+        """Return the tokens after a block that its slots may depend on; fewer, if it ends there."""
+        end = (index + 1) * self.block_size
+        return tuple(request.token_ids[end : end + self._kv_reach])
 
     def take_block_ids_to_zero(self) -> list[int]:
         """Return, once, the blocks to zero before anything is written in this step."""

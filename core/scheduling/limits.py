@@ -26,6 +26,7 @@ class SchedulerConfig:
     max_context: int | None = None  # prompt, output and drafts of a drafting request
     has_proposer_kv: bool = False  # whether drafting writes to KV layers of the proposer's own
     draft_slots: int = 0  # rows per request that a proposer adds to its own batch
+    kv_reach: int = 1  # tokens behind a position that its proposers' KV depends on
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -37,6 +38,7 @@ class SchedulerConfig:
             ("max_model_len", 2),
             ("num_speculative_tokens", 0),
             ("max_context", 1),
+            ("kv_reach", 1),
         ):
             value = getattr(self, name)
             if value is not None and value < least:

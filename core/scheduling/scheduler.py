@@ -48,6 +48,7 @@ class Scheduler:
             config.num_blocks,
             config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
+            kv_reach=config.kv_reach,
         )
         self._queues = RequestQueues()
         self._step_id = 0

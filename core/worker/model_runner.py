@@ -142,6 +142,7 @@ class ModelRunner:
         self.takes_prediction = proposers is not None and proposers.takes_prediction
         self.draft_slots = proposers.draft_slots if proposers is not None else 0
         self.has_proposer_kv = proposers is not None and proposers.has_kv
+        self.kv_reach = proposers.kv_reach if proposers is not None else 1
         self.tokenizer = target.tokenizer
         self.eos_token_ids = target.eos_token_ids
         self.vocab_size = target.vocab_size

@@ -30,8 +30,8 @@ class GuardedProposer:
     "not_as_drawn" (it returned something else than it drew through the sampler) and
     "not_stored" (it left positions out of its KV layers). After three failing calls in a row the
     proposer is dropped for the engine's life; at once, if it has hidden states or KV layers to
-    keep up with, and when something was not stored. In strict mode every fault raises
-    `ProposerError` instead.
+    keep up with, and when something was not stored. That is counted too, as "dropped". In strict
+    mode every fault raises `ProposerError` instead.
 
     What a request drew through the sampler is its draft, whatever is returned, and if `propose`
     raises afterwards: had it been dropped for what it is, the text's distribution would change.
@@ -132,6 +132,7 @@ class GuardedProposer:
 
     def _drop(self, why: str) -> None:
         self.dropped = True
+        self._faults["dropped"] += 1
         logger.warning(
             "proposer %r (%s) %s and is off for this engine", self.name, self._owner, why
         )

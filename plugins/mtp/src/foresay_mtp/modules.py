@@ -1,0 +1,176 @@
+"""The modules as they draft: tensors and rows, no requests.
+
+One module may be applied again and again, to its own output; of several, each predicts a token
+further on than the one before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from foresay.core.errors import ModelError
+from foresay.core.proposer import KVRows, TargetView
+from foresay.core.worker.decoder import Attend, DecoderBlock, Heads, Linear, RotaryTable, vector
+from foresay_mtp.layout import Layout
+from foresay_mtp.shape import BlockShape
+from foresay_mtp.weights import ModuleWeights, Weights, is_target_head
+
+logger = logging.getLogger("foresay")
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Module:
+    """One module: joins embedding and hidden state, runs its block, norms the result."""
+
+    def __init__(
+        self,
+        weights: ModuleWeights,
+        layout: Layout,
+        shape: BlockShape,
+        embeddings: torch.Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._embeddings = embeddings
+        self._embedding_norm = vector(weights.embedding_norm, dtype, device)
+        self._hidden_norm = vector(weights.hidden_norm, dtype, device)
+        self._projection = Linear(weights.projection.to(device, dtype), None, dtype, pack=True)
+        self._block = DecoderBlock(
+            weights.block,
+            Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim),
+            eps=shape.eps,
+            dtype=dtype,
+            device=device,
+        )
+        self._output_norm = vector(weights.output_norm, dtype, device)
+        self._eps = shape.eps
+        self._hidden_first = layout.family.hidden_first
+        self._zeroes_first_embedding = layout.family.zeroes_first_embedding
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,  # [num_rows]
+        hidden: torch.Tensor,  # [num_rows, hidden_size], after a norm
+        positions: torch.Tensor,  # [num_rows]
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """Return what the head takes, and the next module: after the norm, [num_rows, H]."""
+        embedded = F.embedding(token_ids, self._embeddings)
+        if self._zeroes_first_embedding:
+            embedded = embedded.masked_fill((positions == 0)[:, None], 0.0)
+        parts = [self._norm(embedded, self._embedding_norm), self._norm(hidden, self._hidden_norm)]
+        if self._hidden_first:
+            parts.reverse()
+        x = self._projection(torch.cat(parts, dim=-1))
+        return self._norm(self._block(x, cos, sin, attend), self._output_norm)
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, weight.shape, weight, self._eps)
+
+
+class Modules:
+    """All modules, as `drafting` runs them: step i is module i's, or the last one's."""
+
+    def __init__(
+        self, layout: Layout, shape: BlockShape, weights: Weights, target: TargetView
+    ) -> None:
+        """Fit modules to a target. Raises `ModelError` if they do not."""
+        dtype, device = target.dtype, target.device
+        self._modules = [
+            Module(each, layout, shape, _embeddings(layout, each, target), dtype, device)
+            for each in weights.modules
+        ]
+        self._heads = _heads(layout, weights, target)
+        self.draft_to_target = None
+        if weights.draft_to_target is not None:
+            self.draft_to_target = weights.draft_to_target.to(device)
+        self._rotary = RotaryTable(_rotary(shape).to(device), dtype, device)
+        self._rotary.reserve(target.max_model_len)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def forward(
+        self, token_ids: torch.Tensor, hidden: torch.Tensor | None, rows: KVRows, step: int
+    ) -> torch.Tensor:
+        """Run rows through a step's module; return [num_rows, hidden_size]."""
+        assert hidden is not None
+        module = self._number(step)
+        cos, sin = self._rotary.rows(rows.positions)
+        attend: Attend = functools.partial(rows.attend, module)
+        return self._modules[module].forward(token_ids, hidden, rows.positions, cos, sin, attend)
+
+    def logits(self, hidden: torch.Tensor, step: int) -> torch.Tensor:
+        """Return logits [n, draft_vocab] of what a step's module returned for n rows."""
+        return self._heads[self._number(step)](hidden)
+
+    def _number(self, step: int) -> int:
+        return min(step, len(self._modules) - 1)
+
+
+def _embeddings(layout: Layout, weights: ModuleWeights, target: TargetView) -> torch.Tensor:
+    """Return [vocab_size or more, hidden_size]: a module's own, or the target's."""
+    shared, own = target.embeddings, weights.embeddings
+    assert shared is not None, "needs() asks for them"
+    if own is None:
+        return shared
+    if len(own) < target.vocab_size:
+        raise ModelError(
+            f"{str(layout.folder)!r}: the modules' embeddings are of {len(own)} tokens, and the "
+            f"target model has {target.vocab_size}"
+        )
+    own = own.to(target.device, target.dtype)
+    if torch.equal(own[: target.vocab_size], shared[: target.vocab_size]):
+        return shared  # a copy, as the layout has it
+    logger.info("mtp: %s has embeddings of its own", layout.folder)
+    return own
+
+
+def _heads(layout: Layout, weights: Weights, target: TargetView) -> list[Head]:
+    """Return each module's head: its own, the one they share, or the target's."""
+    assert target.lm_head is not None, "needs() asks for it"
+    if weights.lm_head is not None:
+        logger.info(
+            "mtp: %s has a head of its own, over %d of the target's %d tokens",
+            layout.folder,
+            len(weights.lm_head),
+            target.vocab_size,
+        )
+        return [_head(weights.lm_head, target)] * len(weights.modules)
+    heads: list[Head] = []
+    for each in weights.modules:
+        if each.lm_head is None or is_target_head(layout, each.lm_head):
+            heads.append(target.lm_head)
+        else:
+            logger.info("mtp: %s has heads of its own", layout.folder)
+            heads.append(_head(each.lm_head, target))
+    return heads
+
+
+def _head(weight: torch.Tensor, target: TargetView) -> Head:
+    # Rows beyond the target's vocabulary are padding.
+    weight = weight[: target.vocab_size].to(target.device, target.dtype)
+    return Linear(weight, None, target.dtype, pack=True)
+
+
+def _rotary(shape: BlockShape) -> torch.nn.Module:
+    return LlamaRotaryEmbedding(
+        LlamaConfig(
+            hidden_size=shape.hidden_size,
+            num_attention_heads=shape.num_heads,
+            num_key_value_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            max_position_embeddings=shape.max_positions,
+            **shape.rope,
+        )
+    )
