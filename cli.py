@@ -16,7 +16,8 @@ from typing import Annotated
 import typer
 
 from foresay import __version__
-from foresay.core.commands import bench, chat, models, plugins, run, showcase
+from foresay.core.commands import bench, chat, check, models, plugins, run, showcase
+from foresay.core.commands.streams import prepare_streams
 from foresay.core.errors import ForesayError
 from foresay.core.plugins import PluginManager
 
@@ -36,6 +37,7 @@ def build_app(manager: PluginManager) -> typer.Typer:
     app.command("run")(run.run)
     app.command("chat")(chat.chat)
     app.command("bench")(bench.bench)
+    app.command("check")(check.check)
     app.command("showcase")(showcase.showcase)
     app.command("plugins")(plugins.plugins)
     app.command("models")(models.models)
@@ -49,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: done. 2: the user's mistake, with `error: ...` on stderr. 130: interrupted. A command may
     have further codes of its own, by `typer.Exit`.
     """
+    prepare_streams()
     warnings = logging.StreamHandler()
     warnings.setFormatter(_OneLine())
     logger = logging.getLogger("foresay")

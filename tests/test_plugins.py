@@ -167,8 +167,8 @@ def test_a_plugin_that_fails_to_import_is_listed_and_named_and_stops_nobody(
     assert record.error is not None
     assert record.error.startswith(error)
     assert manager.proposer("z_good").name == "z_good"
-    with pytest.raises(PluginError, match=r"^no proposer 'medusa'; installed: ") as raised:
-        manager.proposer("medusa")
+    with pytest.raises(PluginError, match=r"^no proposer 'oracle'; installed: ") as raised:
+        manager.proposer("oracle")
     assert f"; failed to load: a_broken ({error}" in str(raised.value)
 
 

@@ -19,11 +19,12 @@ import typer
 
 from foresay.core.commands import options
 from foresay.core.commands.bench_report import HEADINGS, PLAIN, Call, Measurements, Row
+from foresay.core.commands.fitting import fit_prompts
 from foresay.core.commands.prompts import BenchPrompt, read_prompts, select, shipped
 from foresay.core.commands.report import judge_differences, note
 from foresay.core.commands.table import print_table, progress
 from foresay.core.config import SamplingParams, build_settings
-from foresay.core.errors import ConfigError, EngineError, PromptTooLongError, RequestError
+from foresay.core.errors import ConfigError, EngineError
 from foresay.core.plugins import PluginManager
 
 if TYPE_CHECKING:
@@ -203,42 +204,15 @@ def _check_writable(path: Path) -> None:
 
 def _batches(prompts: Sequence[BenchPrompt], llm: LLM, batch_size: int) -> list[_Batch]:
     """Tokenize, leave out what is too long, and put prompts of one task together."""
-    if llm.tokenizer is None:
-        raise RequestError("the model has no tokenizer: text cannot go in or come out")
-    if llm.tokenizer.chat_template is None:
-        note("no chat template: the prompts are continued as they are")
     batches: list[_Batch] = []
-    too_long = []
-    for prompt in prompts:
-        try:
-            token_ids = _tokenize(prompt.text, llm)
-        except PromptTooLongError:
-            too_long.append(prompt.id)
-            continue
+    for prompt, token_ids in fit_prompts(prompts, llm):
         last = batches[-1] if batches else None
         if last is None or last.task != prompt.task or len(last.prompts) == batch_size:
             last = _Batch(prompt.task, [], [])
             batches.append(last)
         last.prompts.append(prompt)
         last.token_ids.append(token_ids)
-    if too_long:
-        text = (
-            f"{len(too_long)} of {len(prompts)} prompts do not fit max_model_len "
-            f"{llm.max_model_len}: {', '.join(too_long[:8])}{', ...' if too_long[8:] else ''}"
-        )
-        if not batches:
-            raise RequestError(f"no prompt is left: {text}")
-        note(f"left out, {text}")
     return batches
-
-
-def _tokenize(text: str, llm: LLM) -> list[int]:
-    if llm.tokenizer.chat_template is not None:
-        return llm.chat_prompt([{"role": "user", "content": text}])
-    token_ids = list(llm.tokenizer(text)["input_ids"])
-    if len(token_ids) >= llm.max_model_len:
-        raise PromptTooLongError(f"the prompt has {len(token_ids)} tokens")
-    return token_ids
 
 
 def _tell_who_takes_no_prediction(prompts: Sequence[BenchPrompt], engines: dict[str, LLM]) -> None:

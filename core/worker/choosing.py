@@ -40,14 +40,17 @@ class Choice:
 
     def needs(self, target_config: Any) -> Needs:
         """Ask the proposer what it needs; `ConfigError` for what the target does not have."""
+        return self.checked(self.declared(target_config), target_config, "needs")
+
+    def declared(self, target_config: Any) -> object:
+        """Ask the proposer what it needs, and leave the answer unchecked."""
         who = f"proposer {self.spec.name!r} ({self.owner})"
         try:
-            needs = self.spec.needs(self.config, target_config)
+            return self.spec.needs(self.config, target_config)
         except ForesayError:
             raise
         except Exception as error:
             raise PluginError(f"{who}: needs: {one_line(error)}") from error
-        return self.checked(needs, target_config, "needs")
 
     def checked(self, needs: object, target_config: Any, source: str) -> Needs:
         """Return the needs that `source` returned, or raise as `needs` does."""
