@@ -6,7 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -146,6 +146,13 @@ class SamplingParams(_Frozen):
     def _no_stop_ids(cls, value: Any) -> Any:
         return () if value is None else value
 
+    @field_validator("prediction", mode="before")
+    @classmethod
+    def _in_order(cls, value: Any) -> Any:
+        if isinstance(value, Set):
+            raise ValueError("a set has no order: expected a text or a list of token ids")
+        return value
+
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _no_bias(cls, value: Any) -> Any:
@@ -192,9 +199,19 @@ class SpeculativeConfig(_Frozen):
     )
     drafter: str | dict[str, str] | None = Field(
         default=None,
-        description="The drafter's weights: a folder or a registered name; for a chain, by the "
-        "proposer's name.",
+        description="The drafter's weights: a folder or a registered name, or for a draft model "
+        "what names a model; for a chain, by the proposer's name.",
     )
+
+    @field_validator("drafter", mode="before")
+    @classmethod
+    def _a_name_or_names(cls, value: Any) -> Any:
+        if value is None or isinstance(value, str | Mapping):
+            return value
+        if isinstance(value, Path):
+            return str(value)
+        raise ValueError("expected a folder or a registered name, or these by proposer's name")
+
     verification: Literal["auto", "coupled", "rejection", "block"] = Field(
         default="auto",
         description="How drafts that were sampled are verified; 'auto': 'coupled' for requests "

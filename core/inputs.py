@@ -299,6 +299,8 @@ class InputProcessor:
                 f"stop={params.stop!r}: stop strings need a tokenizer, and this LLM has none; "
                 "use stop_token_ids"
             )
+        for string in params.stop:  # no output could ever hold half a pair
+            check_text(string, f"stop: {string!r}")
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", params.logit_bias)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())

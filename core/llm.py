@@ -15,7 +15,7 @@ from typing import Any
 
 from foresay.core.config import SamplingParams
 from foresay.core.engine import Engine
-from foresay.core.errors import EngineError, RequestError
+from foresay.core.errors import ConfigError, EngineError, RequestError
 from foresay.core.generation import Generation, make_generation
 from foresay.core.inputs import InputProcessor, Message, Prompt, engine_config
 from foresay.core.outputs import RequestOutput, StreamChunk
@@ -53,6 +53,15 @@ class LLM:
         `EngineError`, if the worker's process dies.
         """
         self.config = engine_config(model, proposer, settings)
+        if plugins is not None and not isinstance(plugins, PluginManager):
+            raise ConfigError(f"plugins={plugins!r}: expected a PluginManager, or None")
+        if not (tokenizer is None or isinstance(tokenizer, str | Path)) and not hasattr(
+            tokenizer, "decode"
+        ):
+            raise ConfigError(
+                f"tokenizer={tokenizer!r}: expected a transformers tokenizer, or where to load one "
+                "from"
+            )
         plugins = plugins or PluginManager.load()
         runner = self._build_runner(plugins, model, proposer, tokenizer)
         engine = Engine(self.config, runner, plugins)

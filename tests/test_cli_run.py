@@ -99,6 +99,45 @@ def test_a_dash_reads_the_prompt_from_stdin(run: Run, monkeypatch: pytest.Monkey
     assert piped == given
 
 
+@pytest.mark.parametrize("option", ["prompt", "prediction"])
+def test_bytes_from_stdin_that_are_no_text_are_a_mistake(
+    run: Run, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    strict = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8", errors="strict")
+    monkeypatch.setattr(sys, "stdin", strict)
+    arguments = ("-",) if option == "prompt" else ("x", "--prediction", "-")
+    code, out, err = run(*arguments, "--proposer", "ngram")
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith("error: ")
+    assert f"{option} is no valid text: character 3" in err
+
+
+def test_a_terminal_that_lacks_a_character_shows_a_question_mark(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("Hello", "--raw", "--max-tokens", "64", "--proposer", "none")
+    text = json.loads(run(*arguments, "--json")[1])["text"]
+    assert not text.isascii()
+    stdout = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(stdout, encoding="ascii", newline="\n"))
+    code, _, _ = run(*arguments)
+    assert code == 0
+    assert stdout.getvalue().decode("ascii").rstrip("\n") == (
+        text.encode("ascii", "replace").decode("ascii").rstrip("\n")
+    )
+
+
+def test_closed_streams_are_empty_ones(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdin", "stdout"):
+        monkeypatch.setattr(sys, name, None)
+    code, _, err = run("-")
+    assert (code, err) == (2, "error: the prompt is empty\n")
+    monkeypatch.setattr(sys, "stdout", None)
+    code, _, err = run("Hello", "--max-tokens", "4")
+    assert code == 0
+    assert "4 tokens in " in err
+
+
 def test_no_stats_prints_no_figures(run: Run) -> None:
     code, _, err = run("Hello", "--max-tokens", "4", "--no-stats")
     assert code == 0

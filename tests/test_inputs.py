@@ -53,6 +53,7 @@ def test_a_prompt_is_text_or_token_ids(prompts: Any, expected: list[list[int]]) 
         (["a"], {"bad_words": ["ok", "\u4e2d"]}, r"bad_words: in '\u4e2d': token id 20013 is not"),
         (["a"], {"bad_words": ["ok", ""]}, r"bad_words: '' has no tokens: there is nothing to ban"),
         (["a"], {"bad_words": ["b\udcff"]}, r"bad_words: 'b\\udcff' is no valid text"),
+        (["a"], {"stop": ["b", "c\udcff"]}, r"stop: 'c\\udcff' is no valid text"),
         (["a"], {"logprobs": VOCAB_SIZE + 1}, r"logprobs=301: the vocabulary has 300 tokens"),
     ],
     ids=[
@@ -70,6 +71,7 @@ def test_a_prompt_is_text_or_token_ids(prompts: Any, expected: list[list[int]]) 
         "bad-word-id",
         "empty-bad-word",
         "bad-word-surrogate",
+        "stop-surrogate",
         "logprobs",
     ],
 )
@@ -331,9 +333,12 @@ def test_a_seed_chooses_the_rule_unless_the_engine_has_one(
         ({"verification": "typical"}, "verification='typical': input should be 'auto', 'coupled'"),
         ({"worker": "thread"}, "worker='thread': input should be 'inline' or 'process'"),
         ({"dtype": "int4"}, "dtype='int4'"),
+        ({"drafter": 5}, "drafter=5: expected a folder or a registered name"),
+        ({"plugins": 5}, "plugins=5: expected a PluginManager"),
+        ({"tokenizer": 5}, "tokenizer=5: expected a transformers tokenizer"),
     ],
     ids=["typo", "tokenizer", "speculative-typo", "nested", "block-size", "k", "rule", "worker",
-         "dtype"],
+         "dtype", "drafter", "plugins", "no-tokenizer"],
 )  # fmt: skip
 def test_a_wrong_setting_is_a_clear_error(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

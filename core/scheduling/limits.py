@@ -57,7 +57,7 @@ class SchedulerConfig:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens!r}: must be at least "
                 f"max_num_seqs * (1 + num_speculative_tokens{own}) = {self.max_num_seqs!r} * "
-                f"{each} = {num_rows}; raise it or lower max_num_seqs"
+                f"{each} = {num_rows}; raise it, or lower max_num_seqs or num_speculative_tokens"
             )
 
 
