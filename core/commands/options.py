@@ -32,7 +32,8 @@ Drafter = Annotated[
     list[str] | None,
     typer.Option(
         "--drafter",
-        help="The drafter's weights: a folder or a registered name; NAME=... in a chain.",
+        help="The drafter's weights: a folder or a registered name, or a draft model as --model "
+        "names one; NAME=... in a chain.",
     ),
 ]
 NumDraftTokens = Annotated[

@@ -155,7 +155,8 @@ class PrivateKV:
     """A pool of KV blocks for a drafter whose positions are not the target's.
 
     Nobody but the drafter knows of it: no prefix is shared, and it grows no further than it was
-    made. A request has a row of positions here from its first `hold` until `release`.
+    made. A request has a row of positions here from its first `hold` until `release`. Those up to
+    the last row of a pass are read, so each must have been stored, in this pass or before.
     """
 
     def __init__(
@@ -185,11 +186,8 @@ class PrivateKV:
         if num_more > len(self._free):
             return False
         if num_more > 0:
-            fresh = self._free[-num_more:]
+            self._blocks[req_id] = blocks + self._free[-num_more:]
             del self._free[-num_more:]
-            # What another text left there is masked, but would poison attention if it were NaN.
-            self._cache.zero_blocks(fresh)
-            self._blocks[req_id] = blocks + fresh
         return True
 
     def release(self, req_id: str) -> None:
