@@ -41,9 +41,9 @@ def engine_config(
     known += speculative
     for name in settings:
         if name not in known:
+            every = ["model", "proposer", "tokenizer", *known]
             raise ConfigError(
-                f"LLM: no setting {name!r}{nearest(name, ['tokenizer', *known])} "
-                f"(known: model, proposer, tokenizer, {', '.join(known)})"
+                f"LLM: no setting {name!r}{nearest(name, every)} (known: {', '.join(every)})"
             )
     if not isinstance(model, (str, Path)):
         if not hasattr(model, "config"):
@@ -54,6 +54,11 @@ def engine_config(
         model = getattr(model, "name_or_path", "") or type(model).__name__
     if isinstance(proposer, type):
         proposer = f"{proposer.__module__}:{proposer.__qualname__}"
+    elif proposer is not None and not isinstance(proposer, str):
+        raise ConfigError(
+            f"proposer={_show(proposer)}: expected a name, a chain 'a,b', 'module:Class', a class "
+            "(not an instance of one), or None"
+        )
     own = {name: value for name, value in settings.items() if name in speculative}
     rest = {name: value for name, value in settings.items() if name not in speculative}
     return build_settings(

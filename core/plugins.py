@@ -337,9 +337,12 @@ class PluginManager:
 
     def _missing(self, name: str) -> str:
         names = list(self.proposers)
+        hint = ""
+        if all(part in names for part in name.split("+")):  # as `bench` has it, which lists chains
+            hint = f"; a chain is written {name.replace('+', ',')!r}"
         return (
             f"no proposer {name!r}; installed: {', '.join(names) or 'none'}"
-            f"{self.unavailable()}{nearest(name, names)}"
+            f"{self.unavailable()}{nearest(name, names)}{hint}"
         )
 
 

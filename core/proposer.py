@@ -1,9 +1,13 @@
 """What a plugin author reads: the contract between the core and a proposer. Imports no torch.
 
 A *proposer* drafts tokens; the target model verifies them, so a proposer can only change the time
-a text takes, never the text. The smallest one is a class with `propose`:
+a text takes, never the text. The smallest one is a class that is made with its settings, and has
+`propose`:
 
     class Repeat:
+        def __init__(self, config: ProposerConfig) -> None:
+            self.config = config
+
         def propose(self, batch: DraftInput) -> Draft:
             return Draft([[request.token_ids[-1]] * request.k for request in batch.requests])
 

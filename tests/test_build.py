@@ -462,15 +462,19 @@ def test_plain_decoding_has_no_proposer(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("proposer", "speculative"),
-    [("none", {}), ("fake", {"num_speculative_tokens": 0})],
+    ("proposer", "speculative", "said"),
+    [
+        ("none", {}, "none"),
+        ("fake", {"num_speculative_tokens": 0}, "none (num_speculative_tokens is 0)"),
+    ],
     ids=["none", "k-0"],
 )
 def test_other_words_for_plain_decoding(
-    model: Any, proposer: str, speculative: dict[str, Any]
+    model: Any, proposer: str, speculative: dict[str, Any], said: str
 ) -> None:
     runner = build(plugins(spec()), model, proposer=proposer, speculative=speculative)
     assert (runner.proposers, runner.num_speculative_tokens) == (None, 0)
+    assert runner.summary.endswith(f"; proposer: {said}")
     assert Fake.built == []
 
 

@@ -348,7 +348,7 @@ def test_ctrl_c_ends_with_code_130_and_no_traceback(folder: Path, data: Path) ->
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # see test_cli_plugins
     )  # fmt: skip
     assert process.stderr is not None
-    while "measuring none on 3 prompts, 1000 times" not in (line := process.stderr.readline()):
+    while "measuring none on 3 prompts; repeats: 1000" not in (line := process.stderr.readline()):
         assert line, "it ended by itself"
     process.send_signal(signal.SIGINT)
     table, err = process.communicate(timeout=60)

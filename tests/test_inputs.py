@@ -333,16 +333,24 @@ def test_a_seed_chooses_the_rule_unless_the_engine_has_one(
         ({"verification": "typical"}, "verification='typical': input should be 'auto', 'coupled'"),
         ({"worker": "thread"}, "worker='thread': input should be 'inline' or 'process'"),
         ({"dtype": "int4"}, "dtype='int4'"),
+        ({"modell": "x"}, r"no setting 'modell'; did you mean 'model'\?"),
+        ({"propser": "x"}, r"no setting 'propser'; did you mean 'proposer'\?"),
         ({"drafter": 5}, "drafter=5: expected a folder or a registered name"),
         ({"plugins": 5}, "plugins=5: expected a PluginManager"),
         ({"tokenizer": 5}, "tokenizer=5: expected a transformers tokenizer"),
     ],
     ids=["typo", "tokenizer", "speculative-typo", "nested", "block-size", "k", "rule", "worker",
-         "dtype", "drafter", "plugins", "no-tokenizer"],
+         "dtype", "model-typo", "proposer-typo", "drafter", "plugins", "no-tokenizer"],
 )  # fmt: skip
 def test_a_wrong_setting_is_a_clear_error(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM("some-model", None, **settings)
+
+
+@pytest.mark.parametrize("proposer", [3, ["ngram"], SimpleNamespace(propose=None)], ids=str)
+def test_a_proposer_is_no_instance(proposer: Any) -> None:
+    with pytest.raises(ConfigError, match=r"expected a name, a chain .* a class \(not an inst"):
+        engine_config("some-model", proposer, {})
 
 
 def test_settings_are_flat_and_objects_go_by_their_names() -> None:
@@ -359,5 +367,5 @@ def test_settings_are_flat_and_objects_go_by_their_names() -> None:
     assert config.seed == 4
     with pytest.raises(ConfigError, match=r"model=3: expected an alias, a folder"):
         engine_config(3, None, {})
-    with pytest.raises(ConfigError, match=r"proposer=3: input should be a valid string"):
+    with pytest.raises(ConfigError, match=r"proposer=3: expected a name, a chain"):
         engine_config("m", 3, {})  # type: ignore[arg-type]

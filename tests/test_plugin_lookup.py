@@ -232,6 +232,12 @@ def drafter(name: str, proposer: str, model: str, length: float) -> DrafterSpec:
     return DrafterSpec(name, proposer, model, lambda: Path("weights"), length)
 
 
+def test_a_chain_in_the_spelling_of_bench_is_corrected() -> None:
+    manager = manager_with_drafters()
+    with pytest.raises(PluginError, match=r"a chain is written 'ngram,eagle'$"):
+        manager.resolve_proposer("ngram+eagle")
+
+
 def manager_with_drafters(*drafters: DrafterSpec, proposers: str = "ngram eagle") -> PluginManager:
     manager = PluginManager()
     manager.register(offering(*map(proposer_spec, proposers.split())), name="proposers")

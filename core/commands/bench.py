@@ -239,7 +239,7 @@ def _measure(
     total = repeats * len(batches) * len(names)
     try:
         num_prompts = sum(len(batch.prompts) for batch in batches)
-        note(f"measuring {', '.join(names)} on {num_prompts} prompts, {repeats} times")
+        note(f"measuring {', '.join(names)} on {num_prompts} prompts; repeats: {repeats}")
         with progress(total) as advance:
             for llm in engines.values():  # the first run of a kernel is slower than all others
                 few = params.model_copy(

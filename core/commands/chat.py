@@ -258,6 +258,7 @@ class _Session:
     def _system(self, argument: str) -> None:
         if argument:
             self._set_system(argument)
+            _say("the system prompt was replaced")
         elif self._conversation.system is None:
             _say("system prompt: the chat template's own, if it has one")
         else:

@@ -133,6 +133,8 @@ def describe(
     choices: Sequence[Choice], nums_draft_tokens: Sequence[int], speculative: SpeculativeConfig
 ) -> str:
     """Word the choice for the line that is printed at the start."""
+    if not choices and speculative.num_speculative_tokens == 0:
+        return "none (num_speculative_tokens is 0)"
     if not choices:
         return "none" + (" (none is installed)" if speculative.proposer == "auto" else "")
     parts = [
