@@ -3,6 +3,7 @@
 # VENV=DIR         the environment (.venv)
 # PYTHON=python3   the interpreter it is made with: 3.11 or 3.12
 # TORCH_INDEX=URL  where to take torch from, e.g. an index of CPU builds; else pip's own index
+# JOBS=2           how many processes run the tests
 # ARGS="..."       more arguments for pytest, `make run` or `make bench`
 
 VENV ?= .venv
@@ -10,6 +11,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info[:2] not in [(3, 11), (3, 12)])' 2>/dev/null \
 	&& { echo $$python; break; }; done)
 TORCH_INDEX ?=
+JOBS ?= 2
 ARGS ?=
 
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
@@ -45,7 +47,7 @@ bench: install
 	@$(BIN)/foresay bench $(ARGS)
 
 test: install
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 # mypy sees no editable install, so it reads what would be shipped. Stale build folders would be shipped too.
 lint: install

@@ -26,6 +26,11 @@ from foresay_eagle.proposer import EagleProposer
 from foresay_eagle.taps import aux_layers
 
 
+def named(value: object) -> str:
+    """A parameter in a test's name: the same in every process."""
+    return str(getattr(value, "__name__", value))
+
+
 def target_config(**changes: Any) -> Any:
     fields = {"hidden_size": 48, "vocab_size": 160, "num_hidden_layers": 3}
     text = SimpleNamespace(**{**fields, "max_position_embeddings": 256, **changes})
@@ -147,7 +152,7 @@ def test_what_training_leaves_behind_is_passed_over(tmp_path: Path) -> None:
             "layers.0.mlp.up_proj.bias",
         ),
     ],
-    ids=str,
+    ids=named,
 )
 def test_a_bias_that_belongs_there_is_missed(
     fields: dict[str, Any], tensors: dict[str, torch.Tensor], missing: str, tmp_path: Path
@@ -284,7 +289,7 @@ def test_a_narrow_head_cannot_share_embeddings(tmp_path: Path) -> None:
         (speculators3, {}, "eagle3"),
         (speculators3, {"architectures": ["Eagle3DraftModel"]}, "eagle3"),
     ],
-    ids=str,
+    ids=named,
 )
 def test_the_kind_of_head_is_told_from_its_folder(
     make: Callable[[], Head], fields: dict[str, Any], variant: str, tmp_path: Path
@@ -333,7 +338,7 @@ def test_a_new_optional_field_is_no_obstacle(tmp_path: Path) -> None:
         ({"medusa_num_heads": 4}, "Medusa heads; run them with --proposer medusa"),
         ({"speculators_model_type": "dflash"}, "of the type 'dflash'; .* takes 'eagle' and"),
     ],
-    ids=str,
+    ids=named,
 )
 def test_what_cannot_be_honoured_is_refused_before_any_weight_is_read(
     fields: dict[str, Any], message: str, tmp_path: Path
@@ -384,7 +389,7 @@ def test_a_misspelt_setting_is_answered_with_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("head_limit", "target_limit", "expected"),
     [(256, 256, None), (512, 256, None), (32, 64, 32), (32, None, 32)],
-    ids=str,
+    ids=named,
 )
 def test_the_heads_limit_counts_where_it_is_the_lower(
     head_limit: int, target_limit: int | None, expected: int | None, tmp_path: Path
@@ -427,7 +432,7 @@ def test_the_streams_that_a_head_takes(
         (eagle_heads.eagle3, (), 32, "expected one number at least"),
         (eagle_heads.eagle3, None, 2, "EAGLE-3's default: .* layers 2, 1, -1; .* has 2 layers"),
     ],
-    ids=str,
+    ids=named,
 )
 def test_streams_that_do_not_exist_are_refused(
     make: Callable[[], Head],
