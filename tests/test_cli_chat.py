@@ -105,8 +105,9 @@ def test_reset_forgets_the_turns_but_not_the_system_prompt(chat: Chat, reference
 def test_the_system_prompt_can_be_shown_and_replaced(chat: Chat, reference: LLM) -> None:
     _, out, err = chat("/system\n/system Be  loud.\n/system\nHello\n", "--no-stats")
     assert out == printed(*answers(reference, "Hello", system="Be  loud."))
-    assert err[:2] == [
+    assert err[:3] == [
         "system prompt: the chat template's own, if it has one",
+        "the system prompt was replaced",
         "system prompt: Be  loud.",
     ]
 
@@ -463,10 +464,12 @@ def test_in_a_terminal_lines_are_edited_pasted_stopped_and_cleared(folder: Path)
         say("\x03")
         expect("(stopped; what came is kept)")
         expect("> ")
+        time.sleep(0.5)  # a Ctrl-C before the line is being read goes with what was typed so far
         say("half a line\x03")
         expect("(Ctrl-C once more ends the chat)")
         say('"""\n')
         expect(". ")
+        time.sleep(0.5)
         say("/reset\x03")
         expect("(Ctrl-C once more ends the chat)")
         say("/stats\n")

@@ -11,6 +11,7 @@ import tiny_models
 import torch
 
 from foresay.core.worker.attention import AttentionMetadata
+from foresay.core.worker.capture import Capture
 from foresay.core.worker.invariance import rows_are_invariant
 from foresay.core.worker.kv_cache import KVCache
 from foresay.core.worker.target import Decoder, TargetModel, load_target
@@ -36,8 +37,9 @@ class Variant:
         output_rows: torch.Tensor,
         cache: KVCache,
         metadata: AttentionMetadata,
+        capture: Capture | None = None,
     ) -> torch.Tensor:
-        logits = self._decoder.forward(input_ids, output_rows, cache, metadata)
+        logits = self._decoder.forward(input_ids, output_rows, cache, metadata, capture)
         wrong = torch.as_tensor(self._wrong(input_ids, metadata)).bool()
         wrong = wrong.expand(input_ids.shape)[output_rows]
         moved = logits[:, 7].nextafter(torch.tensor(torch.inf))

@@ -189,8 +189,10 @@ def test_a_dummy_step_runs_as_many_rows_as_a_full_one(family: str) -> None:
     class Watched:
         decoder: Any
 
-        def forward(self, input_ids: Any, output_rows: Any, cache: Any, metadata: Any) -> Any:
-            logits = self.decoder.forward(input_ids, output_rows, cache, metadata)
+        def forward(
+            self, input_ids: Any, output_rows: Any, cache: Any, metadata: Any, capture: Any
+        ) -> Any:
+            logits = self.decoder.forward(input_ids, output_rows, cache, metadata, capture)
             rows.append((len(input_ids), int(metadata.positions.max()) + 1, len(logits)))
             assert logits.isfinite().all()
             return logits
