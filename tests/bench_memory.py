@@ -1,6 +1,6 @@
 """Memory over many requests: nothing may stay behind of a request that has ended.
 
-usage: python tests/bench_memory.py [--model M] [--requests 1000]
+usage: python tests/bench_memory.py [--model M] [--requests 1000] [--proposers ngram,eagle,...]
 
 Runs short requests with a proposer of each kind, a small pool, preemptions and prefix hits.
 Afterwards every block is free and no state is kept; the process's resident memory after all
@@ -84,12 +84,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--proposers", default="ngram,eagle,medusa,mtp")
     options = parser.parse_args()
     alias = PluginManager.load().model(options.model)
     config = AutoConfig.from_pretrained(alias.resolve() if alias is not None else options.model)
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         for proposer, drafter in drafters(config, Path(folder)):
+            if proposer not in options.proposers.split(","):
+                continue
             ratio, clean = run(options.model, proposer, drafter, options.requests)
             failed |= ratio > LIMIT or not clean
             print(
