@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import operator
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from foresay.core.errors import one_line
 from foresay.core.messages import SamplingData
 from foresay.core.proposer import Draft, DraftInput, DraftRequest, Needs, Proposer, TargetView
+from foresay.core.worker.model_runner import TokenView
 
 if TYPE_CHECKING:
     from foresay.core.testing.features import FeatureFeed
@@ -41,26 +42,13 @@ def check(condition: bool, message: str) -> None:
         fail(message)
 
 
-class History(Sequence[int]):
-    """A request's committed tokens as a proposer gets them: a view that cannot be written to."""
+class History(TokenView):
+    """A request's committed tokens as the worker shows them to a proposer; printed in short."""
 
-    __slots__ = ("_tokens",)
+    __slots__ = ()
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens = list(tokens)
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        return self._tokens[index]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._tokens)
+        super().__init__(list(tokens))
 
     def __repr__(self) -> str:
         return reprlib.repr(self._tokens)
