@@ -1,8 +1,9 @@
 """What crosses the border to a worker in another process besides the messages of each step.
 
 Once, at the start: the `Order`, what to load; and the `Facts`, what the `Runner` protocol promises
-about what was loaded. And instead of an answer, a `Failure`: an error, as plain data. Imports no
-torch; knows neither how these travel nor how a worker is built.
+about what was loaded. For those who train drafters, a `HiddenStatesCall`. And instead of an answer,
+a `Failure`: an error, as plain data. Imports no torch; knows neither how these travel nor how a
+worker is built.
 """
 
 from __future__ import annotations
@@ -54,6 +55,15 @@ class Facts:
     def of(cls, runner: Runner) -> Facts:
         """Ask a worker for its facts."""
         return cls(**{field.name: getattr(runner, field.name) for field in fields(cls)})
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStatesCall:
+    """A call of `Runner.hidden_states`; the answer is its list of tensors."""
+
+    texts: list[list[int]]
+    layers: tuple[int, ...]
+    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from foresay.core.config import EngineConfig
 from foresay.core.errors import EngineError, WorkerDiedError
@@ -20,6 +21,9 @@ from foresay.core.runner import Runner
 from foresay.core.scheduling.request import RequestStatus
 from foresay.core.scheduling.scheduler import RequestUpdate, Scheduler, SchedulerConfig
 from foresay.core.stats import RunStats, StepStats
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Engine:
@@ -45,6 +49,7 @@ class Engine:
             )
         )
         self._runner = runner
+        self._max_num_batched_tokens = config.max_num_batched_tokens
         self._plugins = plugins
         self._generations: dict[str, Generation] = {}  # the unfinished, by the caller's id
         self._incomplete: dict[str, Generation] = {}  # of them: later samples wait for the first
@@ -61,6 +66,12 @@ class Engine:
         """Raise `WorkerDiedError` if nothing can be generated any more."""
         if self._death is not None:
             raise WorkerDiedError(f"{self._death}; make a new LLM")
+
+    def hidden_states(
+        self, texts: Sequence[Sequence[int]], layers: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Run the target on whole texts, between two steps: see `Runner`."""
+        return self._runner.hidden_states(texts, layers, self._max_num_batched_tokens)
 
     def add(self, generation: Generation) -> None:
         """Queue a prompt; it takes part from the next step on.

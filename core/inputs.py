@@ -121,6 +121,34 @@ class InputProcessor:
             for index, prompt in enumerate(given)
         ]
 
+    def texts(self, token_ids: Any) -> tuple[list[list[int]], bool]:
+        """Return whole texts given as token ids, and whether it was a list of texts.
+
+        Unlike a prompt, a text may fill the model to its limit.
+        """
+        given: Any = _to_list(token_ids)
+        if isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
+            given = [_to_list(item) for item in given]
+        is_one = _are_ids(given)
+        texts = [given] if is_one else given
+        if not isinstance(texts, Sequence) or not all(map(_are_ids, texts)):
+            raise RequestError(
+                f"token_ids={_show(token_ids)}: expected a list of token ids, or a list of these"
+            )
+        return [
+            self._check(list(map(operator.index, text)), f"text {index}", room=0)
+            for index, text in enumerate(texts)
+        ], not is_one
+
+    def layers(self, layers: Any) -> list[int]:
+        """Return numbers of layers; whether the model has them, its worker knows."""
+        given: Any = _to_list(layers)
+        if not _are_ids(given) or any(isinstance(layer, bool) for layer in given):
+            raise RequestError(
+                f"layers={_show(layers)}: expected a list of numbers, at least one of them"
+            )
+        return list(map(operator.index, given))
+
     def conversations(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]]
     ) -> list[list[int]]:
@@ -282,13 +310,15 @@ class InputProcessor:
             ) from error
         return list(token_ids)
 
-    def _check(self, token_ids: list[int], where: str) -> list[int]:
+    def _check(self, token_ids: list[int], where: str, room: int = 1) -> list[int]:
+        """Return checked ids that leave `room` tokens for an output."""
         if not token_ids:
             raise RequestError(f"{where} is empty: a model needs at least one token to go on from")
-        if len(token_ids) >= self.max_model_len:
+        if len(token_ids) > self.max_model_len - room:
             raise PromptTooLongError(
                 f"{where} has {len(token_ids)} tokens; with max_model_len={self.max_model_len} at "
-                f"most {self.max_model_len - 1} leave room for an output"
+                f"most {self.max_model_len - room} "
+                + ("leave room for an output" if room else "fit the model")
             )
         for index, token_id in enumerate(token_ids):
             if not 0 <= token_id < self.vocab_size:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foresay.core.config import SamplingParams
 from foresay.core.engine import Engine
@@ -23,6 +23,9 @@ from foresay.core.plugins import PluginManager
 from foresay.core.runner import Runner
 from foresay.core.stats import RunStats
 from foresay.core.text import TokenDecoder
+
+if TYPE_CHECKING:
+    import torch
 
 
 class LLM:
@@ -158,6 +161,22 @@ class LLM:
                 "n=1 with one stream per output"
             )
         return self._stream(self._make(prompts[0], checked))
+
+    def hidden_states(
+        self, token_ids: Sequence[int] | Sequence[Sequence[int]], layers: Sequence[int]
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """Return the target's hidden states over a whole text, from the engine's own passes.
+
+        `layers`: the residual streams *entering* these layers; the number of layers for the one
+        leaving the last; -1 for the last hidden state, after the final norm, which the lm_head
+        takes. Returns [num_tokens, len(layers), hidden_size], in the model's dtype on its device;
+        for a list of texts a list of these, computed `max_num_batched_tokens` at a time. Texts that
+        are being generated are not disturbed. Raises `RequestError`.
+        """
+        engine = self._running_engine()
+        texts, are_several = self._inputs.texts(token_ids)
+        states = engine.hidden_states(texts, self._inputs.layers(layers))
+        return states if are_several else states[0]
 
     def abort(self, request_id: str) -> bool:
         """End a request with what it has; return whether there was such an unfinished one.

@@ -26,6 +26,8 @@ from pydantic import BaseModel, ConfigDict, Field
 if TYPE_CHECKING:
     import torch
 
+    from foresay.core.training import TrainingSpec
+
 
 class ProposerConfig(BaseModel):
     """Settings every proposer has; subclass it to add your own, each with a `description`."""
@@ -92,6 +94,9 @@ class TargetView:
     embeddings: torch.Tensor | None = None  # [vocab_size or more, hidden_size], if needed
     # From hidden states [n, hidden_size] to logits [n, vocab_size], if needed.
     lm_head: Callable[[torch.Tensor], torch.Tensor] | None = None
+    # From token ids [n] int64 to what gives their logits, weight [n, hidden_size] and bias [n] or
+    # None, copied; if lm_head is needed. For a drafter over fewer tokens.
+    lm_head_rows: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +271,9 @@ class ProposerSpec:
     `foresay check` finds whose drafter it is. It looks at config.json and the tensors' names only,
     and judges by what only its own kind has: others are asked as well. Whether the drafter can be
     used is not the question; `needs` and `load` tell. It may raise as `serves` does.
+
+    `training`: how a drafter for this proposer is trained, for `foresay train`; see
+    `foresay.core.training`.
     """
 
     name: str
@@ -275,3 +283,4 @@ class ProposerSpec:
     drafter_is_model: bool = False
     serves: Callable[[Path], str | None] | None = None
     recognises: Callable[[Path], str | None] | None = None
+    training: TrainingSpec | None = None

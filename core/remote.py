@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnProcess
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from foresay.core.border import Facts, Failure, Order
+from foresay.core.border import Facts, Failure, HiddenStatesCall, Order
 from foresay.core.channel import MARKER_BYTES, Channel, ChannelClosedError
 from foresay.core.config import EngineConfig
 from foresay.core.errors import (
@@ -34,6 +34,9 @@ from foresay.core.errors import (
 from foresay.core.messages import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from foresay.core.plugins import PluginManager
 from foresay.core.worker.serve import BEGUN, serve
+
+if TYPE_CHECKING:
+    import torch
 
 INLINE = "or use worker='inline'"
 _UNGUARDED = 78  # the exit code of a worker in which the user's script made an LLM
@@ -169,6 +172,14 @@ class RemoteRunner:
         """Draft after the step executed last, but not for the finished; None: nothing to say."""
         drafts: DraftTokenIds | None = self._ask(list(finished_req_ids))
         return drafts
+
+    def hidden_states(
+        self, texts: Sequence[Sequence[int]], layers: Sequence[int], max_tokens: int
+    ) -> list[torch.Tensor]:
+        """Run the target on whole texts on their own: for each [num_tokens, len(layers), H]."""
+        call = HiddenStatesCall([list(text) for text in texts], tuple(layers), max_tokens)
+        states: list[torch.Tensor] = self._ask(call)
+        return states
 
     def close(self) -> None:
         """End the process. Calling it again changes nothing."""

@@ -6,9 +6,12 @@ The only thing that the scheduling wing's side and the worker's side agree on be
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from foresay.core.messages import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Runner(Protocol):
@@ -76,6 +79,16 @@ class Runner(Protocol):
 
     def draft(self, finished_req_ids: Sequence[str]) -> DraftTokenIds | None:
         """Draft after the step executed last, but not for the finished; None: nothing to say."""
+        ...
+
+    def hidden_states(
+        self, texts: Sequence[Sequence[int]], layers: Sequence[int], max_tokens: int
+    ) -> list[torch.Tensor]:
+        """Run the target on whole texts on their own: for each [num_tokens, len(layers), H].
+
+        `layers` as `LLM.hidden_states` has them. A pass runs at most `max_tokens` tokens, or one
+        text. Requests are not disturbed. Raises `RequestError`.
+        """
         ...
 
     def close(self) -> None:

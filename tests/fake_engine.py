@@ -182,6 +182,13 @@ class FakeRunner:
         lengths = {req_id: len(self.token_ids[req_id]) for req_id in drafts}
         return DraftTokenIds(drafts, lengths, dict(self.faults), proposers)
 
+    def hidden_states(
+        self, texts: Sequence[Sequence[int]], layers: Sequence[int], max_tokens: int
+    ) -> list[Any]:
+        """Not what a model would give: what was asked for, in place of it."""
+        assert not self.closed
+        return [(list(text), tuple(layers), max_tokens) for text in texts]
+
     def close(self) -> None:
         self.closed = True
 

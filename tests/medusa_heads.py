@@ -259,6 +259,19 @@ def reduced_and_shared_with_prefix() -> Form:
     return Form(heads, files.renamed(lambda name: f"medusa_heads.{name}"))
 
 
+def rows_of_the_targets_lm_head() -> Form:
+    heads = random_heads(3, num_rows=40, shared=True, seed=21)
+    files = as_reduced(heads).without("lm_head.weight")
+    return Form(replace(heads, matrices=[]), files, "model.safetensors")
+
+
+def rows_of_the_targets_lm_head_by_d2t_alone() -> Form:
+    form = rows_of_the_targets_lm_head()
+    files = form.files.configured(draft_vocab_size=None)
+    files = files.renamed(lambda name: f"medusa_heads.{name}")
+    return replace(form, files=files)
+
+
 def whole_and_shared() -> Form:
     heads = random_heads(2, shared=True, seed=13)
     return Form(heads, as_reduced(heads))
@@ -315,6 +328,8 @@ FORMS: list[Callable[[], Form]] = [
     reduced_and_shared,
     reduced_and_shared_with_mask_and_several_blocks,
     reduced_and_shared_with_prefix,
+    rows_of_the_targets_lm_head,
+    rows_of_the_targets_lm_head_by_d2t_alone,
     whole_and_shared,
     of_vllm,
     of_vllm_with_biases_and_one_matrix,
@@ -328,6 +343,7 @@ FORMS: list[Callable[[], Form]] = [
 
 def view(**changes: Any) -> TargetView:
     """A target as a proposer is shown it, of the sizes of `tiny_models`."""
+    head = torch.randn(160, 48, generator=torch.Generator().manual_seed(0))
     values: dict[str, Any] = {
         "config": None,
         "vocab_size": 160,
@@ -338,6 +354,8 @@ def view(**changes: Any) -> TargetView:
         "max_model_len": 100,
         "checkpoint": None,
         "tokenizer": None,
+        "lm_head": lambda hidden: hidden @ head.T,
+        "lm_head_rows": lambda ids: (head[ids], None),
     }
     return TargetView(**{**values, **changes})
 
@@ -369,6 +387,7 @@ def reference_logits(heads: Heads, target: Any, token_ids: Sequence[int]) -> lis
                 rows = rows + heads.biases[0 if shared else h]
         else:
             rows = target.get_output_embeddings().weight @ x
+            rows = rows if heads.ids is None else rows[heads.ids]
         logits = torch.full((target.config.vocab_size,), -torch.inf)
         if heads.ids is None:
             num_rows = min(len(rows), len(logits))

@@ -26,7 +26,7 @@ from foresay.core.worker.memory import (
 )
 from foresay.core.worker.model_runner import ModelRunner
 from foresay.core.worker.proposing import MAX_FAILURES_IN_A_ROW, GuardedProposer
-from foresay.core.worker.target import TargetModel, load_target
+from foresay.core.worker.target import load_target
 
 
 def build_runner(
@@ -69,8 +69,12 @@ def build_runner(
     except UnknownModelError as error:
         raise UnknownModelError(f"{error}{plugins.unavailable()}") from error
     most_positions = config.max_model_len or target.max_model_len or DEFAULT_MAX_MODEL_LEN
+
+    def view(needs: Needs) -> TargetView:
+        return target.view(most_positions, embeddings=needs.embeddings, lm_head=needs.lm_head)
+
     members = [
-        Member(*_build_proposer(choice, _view(target, needs, most_positions), needs, config), k)
+        Member(*_build_proposer(choice, view(needs), needs, config), k)
         for choice, needs, k in zip(choices, each_needs, nums_draft_tokens, strict=True)
     ]
     proposer_layout = [
@@ -126,22 +130,6 @@ def build_runner(
         max_model_len=pool.max_model_len,
         row_invariant=row_invariant,
         summary=summary,
-    )
-
-
-def _view(target: TargetModel, needs: Needs, max_model_len: int) -> TargetView:
-    return TargetView(
-        config=target.config,
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        num_layers=target.num_layers,
-        dtype=target.dtype,
-        device=target.device,
-        max_model_len=max_model_len,
-        checkpoint=target.checkpoint,
-        tokenizer=target.tokenizer,
-        embeddings=target.embeddings if needs.embeddings else None,
-        lm_head=target.lm_head if needs.lm_head else None,
     )
 
 

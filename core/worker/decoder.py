@@ -372,6 +372,10 @@ class FastDecoder:
         padded = self.attention_rules.padded_query_len(1)
         self.min_rows = padded if padded <= _FEW_ROWS else self.lm_head.min_rows
 
+    def lm_head_rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the output head's weight and bias for token ids; see `TargetView`."""
+        return self.lm_head.rows(ids)
+
     def shallow(self) -> FastDecoder:
         """Return a decoder of one layer for each sliding window, sharing this one's weights."""
         decoder = copy.copy(self)

@@ -77,6 +77,12 @@ class Linear:
                 self.min_rows = MIN_ROWS_FLOAT32
         self.weight = weight
 
+    def rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a copy of the weight's rows `ids` [n], and of the bias, in x's dtype."""
+        weight = self.weight.to_dense() if self.weight.is_mkldnn else self.weight
+        bias = None if self.bias is None else self.bias[ids].to(self.dtype)
+        return weight[ids].to(self.dtype), bias
+
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return residual + y, [num_rows, out_features]: one operation where the kernel can."""
         if not self.packed or self.compute != torch.float32 or self.dtype != torch.float32:

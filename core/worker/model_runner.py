@@ -27,6 +27,7 @@ from foresay.core.worker.attention import AttentionMetadata
 from foresay.core.worker.capture import Capture
 from foresay.core.worker.chain import ProposerChain
 from foresay.core.worker.draft_sampler import DraftProbs
+from foresay.core.worker.hidden_states import hidden_states
 from foresay.core.worker.kv_cache import KVCache
 from foresay.core.worker.rejection_sampler import VerifyRequest, VerifyResult, verify
 from foresay.core.worker.target import TargetModel
@@ -257,6 +258,12 @@ class ModelRunner:
             proposers={req_id: draft.proposer for req_id, draft in drafted.items()},
             num_stored_tokens=num_stored,
         )
+
+    def hidden_states(
+        self, texts: Sequence[Sequence[int]], layers: Sequence[int], max_tokens: int
+    ) -> list[torch.Tensor]:
+        """Run the target on whole texts, apart from all requests: see `worker.hidden_states`."""
+        return hidden_states(self.target, texts, layers, max_tokens)
 
     def close(self) -> None:
         """Forget every request. The model goes when nobody holds the runner any more."""

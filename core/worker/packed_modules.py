@@ -28,6 +28,10 @@ class PackedLinear(nn.Module):
         rows = self._linear(x.reshape(-1, x.shape[-1]))
         return rows.view(*x.shape[:-1], rows.shape[-1])
 
+    def rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a copy of the weight's rows `ids` [n], and of the bias."""
+        return self._linear.rows(ids)
+
 
 def is_untouched(module: nn.Module) -> bool:
     """Whether a module's forward pass is its class's, without hooks."""

@@ -19,7 +19,7 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import Any
 
-from foresay.core.border import Facts, Failure, Order
+from foresay.core.border import Facts, Failure, HiddenStatesCall, Order
 from foresay.core.channel import Channel, ChannelClosedError
 from foresay.core.errors import ConfigError, one_line
 from foresay.core.messages import SchedulerOutput
@@ -96,6 +96,9 @@ def _answer(runner: Runner, data: bytes) -> bytes:
         message: Any = pickle.loads(data)  # noqa: S301  # from our own engine
         if isinstance(message, SchedulerOutput):
             return _pickled(runner.execute(message))
+        if isinstance(message, HiddenStatesCall):
+            states = runner.hidden_states(message.texts, message.layers, message.max_tokens)
+            return _pickled([one.cpu() for one in states])
         return _pickled(runner.draft(message))
     except BaseException as error:  # noqa: BLE001  # the next call may well succeed, as inline
         return _pickled(Failure.of(error))

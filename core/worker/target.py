@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from foresay.core.errors import ConfigError, ModelError
-from foresay.core.proposer import KVLayer, KVRows
+from foresay.core.proposer import KVLayer, KVRows, TargetView
 from foresay.core.registry import ModelAlias
 from foresay.core.worker.attention import AttentionMetadata, AttentionRules
 from foresay.core.worker.capture import Capture
@@ -55,6 +55,10 @@ class Decoder(Protocol):
     @property
     def lm_head(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """The output head: hidden states [n, hidden_size] to logits [n, vocab_size]."""
+
+    def lm_head_rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The output head for token ids [n] only: weight [n, hidden_size], bias [n] or None."""
+        ...
 
     def forward(
         self,
@@ -140,6 +144,23 @@ class TargetModel:
         """The output head: hidden states [n, hidden_size] to logits [n, vocab_size]."""
         return self.decoder.lm_head
 
+    def view(self, max_model_len: int, *, embeddings: bool, lm_head: bool) -> TargetView:
+        """Return what drafters see of the model, with the weights that they asked for."""
+        return TargetView(
+            config=self.config,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            dtype=self.dtype,
+            device=self.device,
+            max_model_len=max_model_len,
+            checkpoint=self.checkpoint,
+            tokenizer=self.tokenizer,
+            embeddings=self.embeddings if embeddings else None,
+            lm_head=self.lm_head if lm_head else None,
+            lm_head_rows=self.decoder.lm_head_rows if lm_head else None,
+        )
+
     def shallow(self) -> TargetModel:
         """Return a cheap model that computes with the same kernels in the same shapes, if any.
 
@@ -219,13 +240,21 @@ def outline(model: str, aliases: Mapping[str, ModelAlias] | None = None) -> Mode
 
     Raises `ModelError` if there is no such model, or if its config shows that it cannot be run.
     """
-    config = load_config(find_source(model, aliases or {}))
+    config = read_config(model, aliases)
     text_config = config.get_text_config(decoder=True)
     heads = Heads.of(text_config)
     return ModelOutline(
         max_model_len=length_limit(config),
         kv_layers=(KVLayer(heads.num_kv_heads, heads.head_dim),) * text_config.num_hidden_layers,
     )
+
+
+def read_config(model: str, aliases: Mapping[str, ModelAlias] | None = None) -> Any:
+    """Return the transformers config of a model that `load_target` would take, before any weight.
+
+    Raises `ModelError` if there is no such model.
+    """
+    return load_config(find_source(model, aliases or {}))
 
 
 def _from_source(

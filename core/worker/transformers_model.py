@@ -22,7 +22,7 @@ from foresay.core.worker.attention import AttentionMetadata, AttentionRules
 from foresay.core.worker.capture import Capture
 from foresay.core.worker.kv_cache import KVCache
 from foresay.core.worker.linear import compute_dtype
-from foresay.core.worker.packed_modules import pack_linears
+from foresay.core.worker.packed_modules import PackedLinear, pack_linears
 from foresay.core.worker.probe import Probe
 from foresay.core.worker.transformers_attention import (
     PAGED,
@@ -111,6 +111,14 @@ class TransformersDecoder:
         """The output head's product: [n, hidden_size] to [n, vocab_size]."""
         head: Callable[[torch.Tensor], torch.Tensor] = self._model.get_output_embeddings()
         return head
+
+    def lm_head_rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the output head's weight and bias for token ids; see `TargetView`."""
+        head = self._model.get_output_embeddings()
+        if isinstance(head, PackedLinear):
+            return head.rows(ids)
+        bias = getattr(head, "bias", None)
+        return head.weight.detach()[ids], None if bias is None else bias.detach()[ids]
 
     def forward(
         self,

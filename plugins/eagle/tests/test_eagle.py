@@ -281,6 +281,38 @@ def test_a_target_that_transformers_runs(tmp_path: Path, record: Record) -> None
     assert check_against_reference(record, head, model) > 30
 
 
+@pytest.mark.parametrize("declared", [64, None], ids=["in config.json, too", "d2t alone"])
+@pytest.mark.parametrize("make", [eagle_reduced, eagle3_of_its_authors], ids=["1", "3"])
+@pytest.mark.parametrize("build", [tiny_models.llama, tiny_models.gpt2], ids=["llama", "gpt2"])
+def test_rows_of_the_targets_lm_head_draft_as_if_they_were_written_into_the_folder(
+    build: Callable[..., Any],
+    make: Callable[[], Head],
+    declared: int | None,
+    tmp_path: Path,
+    record: Record,
+) -> None:
+    model = build(eos_token_id=None)
+    head = make().configured(draft_vocab_size=declared)
+    ids = head.tensors["d2t"] + torch.arange(64)
+    written = head.with_(lm_head__weight=build().get_output_embeddings().weight.detach()[ids])
+    expected, expected_stats = generate(model, drafter=str(written.save(tmp_path / "written")))
+    drafts = dict(record.drafts)
+    record.drafts.clear()
+
+    folder = head.without("lm_head.weight").save(tmp_path / "shared")
+    found, stats = generate(model, drafter=str(folder))
+
+    assert found == expected
+    assert stats.num_accepted_tokens == expected_stats.num_accepted_tokens
+    assert record.drafts.keys() == drafts.keys()
+    assert len(drafts) > 10
+    for history, kept in record.drafts.items():
+        for (token_ids, logits), (wanted_ids, wanted) in zip(kept, drafts[history], strict=True):
+            assert token_ids == wanted_ids
+            assert torch.equal(torch.stack(logits), torch.stack(wanted))
+    assert check_against_reference(record, written, build(), every=4) > 5
+
+
 @pytest.mark.parametrize("make", [eagle_of_its_authors, eagle3_of_its_authors], ids=["1", "3"])
 def test_in_bfloat16_drafts_are_nearly_those_of_float32(
     make: Callable[[], Head], tmp_path: Path, record: Record

@@ -47,6 +47,7 @@ def load(folder: Path, **settings: Any) -> EagleProposer:
     """Do what an engine does: ask for the needs, then load."""
     needs(folder, **settings)
     generator = torch.Generator().manual_seed(0)
+    head = torch.randn(160, 48, generator=generator)
     proposer = EagleProposer(EagleConfig(drafter=str(folder), **settings))
     proposer.load(
         TargetView(
@@ -60,7 +61,8 @@ def load(folder: Path, **settings: Any) -> EagleProposer:
             checkpoint=None,
             tokenizer=None,
             embeddings=torch.randn(160, 48, generator=generator),
-            lm_head=lambda hidden: hidden,
+            lm_head=lambda hidden: hidden @ head.T,
+            lm_head_rows=lambda ids: (head[ids], None),
         )
     )
     return proposer
@@ -84,7 +86,7 @@ MAKERS: dict[str, Callable[[], Head]] = {
     "eagle3 speculators": speculators3,
 }
 # What may be left out: it is shared with the target, or only checked.
-OPTIONAL = {"embed_tokens.weight", "t2d"}
+OPTIONAL = {"embed_tokens.weight", "lm_head.weight", "t2d"}
 EVERY = [(maker, name) for maker, make in MAKERS.items() for name in make().tensors]
 
 
@@ -223,15 +225,27 @@ def test_a_reduced_head_without_a_map_is_refused(tmp_path: Path) -> None:
         load(head.without("d2t").save(tmp_path))
 
 
-def test_ids_that_only_the_heads_vocabulary_has_are_not_drafted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared", [False, True], ids=["its own lm_head", "the target's"])
+def test_ids_that_only_the_heads_vocabulary_has_are_not_drafted(
+    shared: bool, tmp_path: Path
+) -> None:
     head = eagle_heads.eagle3(vocab_size=170, draft_vocab=80)
     ids = head.tensors["d2t"] + torch.arange(80)
     assert int(ids.max()) >= 160
-    proposer = load(head.save(tmp_path))
+    proposer = load((head.without("lm_head.weight") if shared else head).save(tmp_path))
     assert proposer._head is not None
     assert torch.equal(proposer._head.draft_to_target, ids[ids < 160])  # type: ignore[arg-type]
     hidden = torch.randn(2, 48)
     assert proposer._head.logits(hidden, 0).shape == (2, int((ids < 160).sum()))
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["its own lm_head", "the target's"])
+def test_a_head_of_none_of_the_targets_ids_is_refused(shared: bool, tmp_path: Path) -> None:
+    head = eagle_heads.eagle3(vocab_size=170, draft_vocab=5)
+    head = head.with_(d2t=torch.full((5,), 162)).without("t2d")
+    folder = (head.without("lm_head.weight") if shared else head).save(tmp_path)
+    with pytest.raises(ModelError, match="drafts no token id that the target has"):
+        load(folder)
 
 
 # -- what is shared with the target --------------------------------------------------------------
@@ -249,8 +263,12 @@ def test_ids_that_only_the_heads_vocabulary_has_are_not_drafted(tmp_path: Path) 
                 "lm_head of its own, over 64 of the target's 160 tokens",
             ],
         ),
+        (
+            lambda: eagle_heads.reduced(eagle_heads.eagle(), 64).without("lm_head.weight"),
+            ["embeddings of its own", "shares the target's lm_head, over 64 of its 160 tokens"],
+        ),
     ],
-    ids=["eagle", "eagle3"],
+    ids=["eagle", "eagle3", "eagle, d2t alone"],
 )
 def test_what_is_shared_is_decided_by_presence_and_logged(
     make: Callable[[], Head],
@@ -263,6 +281,19 @@ def test_what_is_shared_is_decided_by_presence_and_logged(
     assert len(caplog.messages) == len(expected)
     for message, part in zip(caplog.messages, expected, strict=True):
         assert part in message
+
+
+def test_a_narrow_head_cannot_share_the_targets_lm_head(tmp_path: Path) -> None:
+    head = eagle_heads.eagle3(hidden_size=32, target_size=48)
+    head = head.with_(embed_tokens__weight=torch.ones(160, 32)).without("lm_head.weight")
+    with pytest.raises(ModelError, match=r"no 'lm_head.weight', and the target's does not fit"):
+        load(head.save(tmp_path))
+
+
+def test_a_bias_without_its_matrix_is_named(tmp_path: Path) -> None:
+    head = eagle_heads.eagle3().without("lm_head.weight").with_(lm_head__bias=torch.ones(64))
+    with pytest.raises(ModelError, match=r"does not know: lm_head\.bias"):
+        load(head.save(tmp_path))
 
 
 def test_a_narrow_head_cannot_share_embeddings(tmp_path: Path) -> None:

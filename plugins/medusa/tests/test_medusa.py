@@ -147,6 +147,27 @@ def test_every_draft_token_is_the_references(
             assert steps == set(range(limit))
 
 
+@pytest.mark.parametrize("build", [tiny_models.llama, tiny_models.gpt2], ids=["llama", "gpt2"])
+def test_rows_of_the_targets_lm_head_draft_as_if_they_were_written_into_the_folder(
+    build: Callable[..., Any], picks: list[Pick], tmp_path: Path
+) -> None:
+    target = build(eos_token_id=None)
+    heads = random_heads(3, num_rows=40, shared=True)
+    weight = build().get_output_embeddings().weight.detach()[heads.ids]
+    written = as_reduced(heads).with_({"lm_head.weight": weight})
+    seen = []
+    for files in (written, written.without("lm_head.weight")):
+        folder = files.save(tmp_path / str(len(seen)))
+        with medusa(target, folder) as llm:
+            texts = ids_of(llm.generate(prompts(), seeded(5)))
+        seen.append((texts, [(p.history, p.step, p.token_id) for p in picks], list(picks)))
+        picks.clear()
+    assert seen[0][:2] == seen[1][:2]
+    assert len(seen[0][2]) > 20
+    for mine, shared in zip(seen[0][2], seen[1][2], strict=True):
+        assert torch.equal(mine.logits, shared.logits)
+
+
 def test_one_hidden_state_goes_through_one_head_as_it_is_published() -> None:
     # By hand: x = [1, 2], W = [[0, 1], [1, 0]], b = [-2, 0]: Wx + b = [0, 1].
     # SiLU(0) = 0, SiLU(1) = 0.731059; x becomes [1, 2.731059].

@@ -27,6 +27,7 @@ from medusa_heads import (
     of_vllm_with_biases_and_one_matrix,
     random_heads,
     reduced_and_shared,
+    rows_of_the_targets_lm_head,
     several_blocks,
     view,
     with_prefix,
@@ -62,6 +63,7 @@ def medusa(model: Any, folder: Path) -> LLM:
         (reduced_and_shared, "1.0.linear.weight"),
         (reduced_and_shared, "1.0.linear.bias"),
         (reduced_and_shared, "d2t"),
+        (rows_of_the_targets_lm_head, "d2t"),
         (of_vllm_truncated, "token_map"),
         (of_vllm_with_biases_and_one_matrix, "lm_heads.0.weight"),
         (of_vllm_with_biases_and_one_matrix, "blocks.1.layers.0.bias"),
@@ -86,7 +88,12 @@ def load(folder: Path, **changes: Any) -> None:
         (of_authors, {"4.1.weight": (160, 48)}, "not know: 4.1.weight"),
         (of_authors, {"d2t": (160,)}, "'d2t' is of torch.float32; expected whole numbers"),
         (reduced_and_shared, {"0.1.weight": (160, 48)}, "not know: 0.1.weight"),
-        (lm_head_of_the_target, {"d2t": (40,)}, "not know: d2t"),
+        (lm_head_of_the_target, {"d2t": (40,)}, "'d2t' is of torch.float32; expected whole"),
+        (lm_head_of_the_target, {"token_map": (40,)}, "not know: token_map"),
+        (lm_head_of_the_target, {"t2d": (160,)}, "not know: t2d"),
+        (lm_head_of_the_target, {"lm_head.bias": (160,)}, "not know: lm_head.bias"),
+        (rows_of_the_targets_lm_head, {"d2t": (39,)}, "'d2t' is [39], expected [40]"),
+        (rows_of_the_targets_lm_head, {"t2d": (160,)}, "they name 40 and 160 tokens"),
         (of_authors, {"1.0.linear.weight": (48, 47)}, "'1.0.linear.weight' is [48, 47]"),
         (of_authors, {"1.0.linear.bias": (47,)}, "'1.0.linear.bias' is [47], expected [48]"),
         (of_authors, {"2.1.weight": (159, 48)}, "'2.1.weight' is [159, 48]"),
@@ -142,9 +149,13 @@ def test_a_map_that_config_json_does_not_ask_for_is_left_out(
     assert "is not used" in caplog.text
 
 
-def test_a_target_of_fewer_tokens_gets_drafts_of_its_own_tokens_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared", [False, True], ids=["their own lm_head", "the target's"])
+def test_a_target_of_fewer_tokens_gets_drafts_of_its_own_tokens_only(
+    shared: bool, tmp_path: Path
+) -> None:
     heads = random_heads(2, num_rows=40, shared=True)
-    folder = as_reduced(heads).configured(vocab_size=160).save(tmp_path)
+    files = as_reduced(heads).configured(vocab_size=160)
+    folder = (files.without("lm_head.weight") if shared else files).save(tmp_path)
     proposer = MedusaProposer(MedusaConfig(drafter=str(folder), sample=False))
     proposer.load(view(vocab_size=155))
     hidden = torch.randn(200, 48, generator=torch.Generator().manual_seed(0)) * 3
@@ -156,6 +167,27 @@ def test_a_target_of_fewer_tokens_gets_drafts_of_its_own_tokens_only(tmp_path: P
     assert int(heads.ids.max()) >= 155, "the test needs an id that the target lacks"
     assert len(ids) > 10
     assert max(ids) < 155
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", None], ids=["the target's lm_head", "own"])
+def test_heads_of_none_of_the_targets_tokens_are_refused(name: str | None, tmp_path: Path) -> None:
+    heads = replace(random_heads(2, num_rows=3, shared=True), ids=torch.tensor([157, 158, 159]))
+    files = as_reduced(heads).configured(vocab_size=160)
+    folder = (files if name is None else files.without(name)).save(tmp_path)
+    with pytest.raises(ModelError, match="drafts no token id that the target has"):
+        load(folder, vocab_size=155)
+
+
+def test_what_is_shared_with_the_target_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        load(lm_head_of_the_target().files.save(tmp_path / "all"))
+        load(rows_of_the_targets_lm_head().files.save(tmp_path / "some"))
+    assert [message.split(" share ")[1] for message in caplog.messages] == [
+        "the target's lm_head",
+        "the target's lm_head, over 40 of its 160 tokens",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,33 @@ def test_a_reduced_head_drafts_its_own_ids_only(
     steps.check(Reference(model, layout, tensors, count), ids)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_rows_of_the_targets_lm_head_draft_as_if_they_were_written_into_the_folder(
+    count: int, tmp_path: Path, steps: Steps, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = target("qwen3")
+    tensors = module_tensors("deepseek", model.config, count)
+    ids = torch.tensor(sorted(random.Random(2).sample(range(model.config.vocab_size), 50)))
+    tensors["d2t"] = ids - torch.arange(50)
+    written = tensors | {"lm_head.weight": model.lm_head.weight[ids].clone()}
+    asked, how = prompts(4, (7, 13)), params(2, max_tokens=8)
+    drafter = save_drafter(tmp_path / "written", written, model.config)
+    expected, _ = generate(model, asked, how, proposer="mtp", drafter=str(drafter))
+    logits = dict(steps.logits)
+    steps.logits.clear()
+
+    drafter = save_drafter(tmp_path / "shared", tensors, model.config)
+    with caplog.at_level("INFO", logger="foresay"):
+        found, _ = generate(model, asked, how, proposer="mtp", drafter=str(drafter))
+
+    assert found == expected
+    assert "shares the target's lm_head, over 50 of its 160 tokens" in caplog.text
+    assert steps.num_of(2)
+    assert steps.logits.keys() == logits.keys()
+    assert all(torch.equal(row, logits[key]) for key, row in steps.logits.items())
+    steps.check(Reference(model, "deepseek", tensors, count), ids)
+
+
 def test_a_drafter_may_have_embeddings_and_a_whole_head(tmp_path: Path, steps: Steps) -> None:
     model = target("qwen2")
     tensors = module_tensors("mimo", model.config)

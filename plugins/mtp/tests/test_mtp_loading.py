@@ -327,7 +327,8 @@ def test_a_damaged_file_and_a_folder_without_weights_are_refused(tmp_path: Path)
             {"lm_head.weight": torch.zeros(40, 48), "d2t": torch.zeros(40)},
             "'d2t' is of torch.float32; expected whole numbers",
         ),
-        ({"d2t": torch.zeros(40, dtype=torch.int64)}, "does not know: d2t"),
+        ({"d2t": torch.arange(40) * 5}, "'d2t' leads from draft id 27 to the target id 162"),
+        ({"d2t": torch.zeros(40)}, "'d2t' is of torch.float32; expected whole numbers"),
     ],
 )
 def test_a_reduced_head_is_checked(tmp_path: Path, tensors: Tensors, message: str) -> None:
@@ -339,7 +340,11 @@ def test_a_reduced_head_is_checked(tmp_path: Path, tensors: Tensors, message: st
 
 @pytest.mark.parametrize(
     ("shared", "own"),
-    [("lm_head.weight", "shared_head.head.weight"), ("embed_tokens.weight", "embed_tokens.weight")],
+    [
+        ("lm_head.weight", "shared_head.head.weight"),
+        ("d2t", "shared_head.head.weight"),
+        ("embed_tokens.weight", "embed_tokens.weight"),
+    ],
 )
 def test_a_module_has_one_head_and_one_embedding(tmp_path: Path, shared: str, own: str) -> None:
     def both(tensors: Tensors) -> None:

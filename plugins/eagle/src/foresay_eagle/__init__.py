@@ -11,11 +11,17 @@ from pydantic import Field
 
 from foresay import hookimpl
 from foresay.core.proposer import KVLayer, Needs, Proposer, ProposerConfig, ProposerSpec
+from foresay.core.training import TrainingConfig, TrainingSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
     from typing import Any
+
+    import torch
+
+    from foresay.core.proposer import TargetView
+    from foresay.core.training import TrainableDrafter
 
 
 class EagleConfig(ProposerConfig):
@@ -30,6 +36,34 @@ class EagleConfig(ProposerConfig):
         default=None,
         description="EAGLE-3: take the residual streams entering these layers of the target; "
         "None: those that config.json names.",
+    )
+
+
+class EagleTraining(TrainingConfig):
+    """Settings of training an EAGLE-3 head."""
+
+    num_steps: int = Field(
+        default=4, ge=1, description="Steps each chain is unrolled: training-time test."
+    )
+    loss_decay: float = Field(
+        default=0.8, gt=0, le=1, description="What a step's loss counts, compared to the one before."
+    )
+    aux_layers: tuple[int, ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="Take the residual streams entering these layers of the target; None: EAGLE-3's"
+        " (2, half of the layers, all but 3).",
+    )
+    train_lm_head: bool = Field(
+        default=False,
+        description="Train an output head of the head's own. Otherwise it shares the target's, "
+        "which takes no room in the file.",
+    )
+    norm_before_residual: bool = Field(
+        default=True, description="The layer adds to its normed input, instead of to the input."
+    )
+    fc_norm: bool = Field(
+        default=True, description="Norm each of the target's streams before they are joined."
     )
 
 
@@ -65,6 +99,22 @@ def _recognises(path: Path) -> str | None:
     return recognise(path)
 
 
+def _build_training(
+    config: EagleTraining, target: TargetView, draft_to_target: torch.Tensor | None
+) -> TrainableDrafter:
+    from foresay_eagle.training import TrainableEagle3
+
+    return TrainableEagle3(config, target, draft_to_target)
+
+
+def _training_needs(config: EagleTraining, target_config: Any) -> Needs:
+    from foresay_eagle.taps import training_layers
+
+    text_config = target_config.get_text_config(decoder=True)
+    layers = training_layers(config.aux_layers, int(text_config.num_hidden_layers))
+    return Needs(hidden_state=True, aux_layers=layers)
+
+
 @hookimpl
 def foresay_register_proposers() -> Iterable[ProposerSpec]:
     """Offer the proposer `eagle`."""
@@ -75,5 +125,6 @@ def foresay_register_proposers() -> Iterable[ProposerSpec]:
             build=_build,
             needs=_needs,
             recognises=_recognises,
+            training=TrainingSpec(EagleTraining, _build_training, _training_needs),
         )
     ]

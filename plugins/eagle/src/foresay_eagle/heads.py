@@ -177,17 +177,8 @@ def _vocabulary(layout: HeadLayout, weights: HeadWeights, target: TargetView) ->
     """Return the output matrix, the head's own or the target's, over ids that the target has."""
     own, ids = weights.lm_head, weights.draft_to_target
     if own is None:
-        if target.lm_head is None or layout.hidden_size != target.hidden_size:
-            raise ModelError(
-                f"{layout.folder!r} has no 'lm_head.weight', and the target's does not fit a head "
-                f"of hidden size {layout.hidden_size}"
-            )
-        logger.info("eagle: %s shares the target's lm_head", layout.folder)
-        return _Vocabulary(target.lm_head, None)
-    kept = torch.arange(len(own)) if ids is None else ids
-    kept = (kept < target.vocab_size).nonzero().squeeze(1)
-    if not len(kept):
-        raise ModelError(f"{layout.folder!r} drafts no token id that the target has")
+        return _shared_vocabulary(layout, ids, target)
+    kept = _kept(layout, torch.arange(len(own)) if ids is None else ids, target)
     logger.info(
         "eagle: %s has an lm_head of its own, over %d of the target's %d tokens",
         layout.folder,
@@ -199,14 +190,48 @@ def _vocabulary(layout: HeadLayout, weights: HeadWeights, target: TargetView) ->
         own = own[kept]
         bias = None if bias is None else bias[kept]
         ids = None if ids is None else ids[kept]
-    lm_head = Linear(
-        own.to(target.device, target.dtype),
+    return _Vocabulary(_matrix(own, bias, target), None if ids is None else ids.to(target.device))
+
+
+def _shared_vocabulary(
+    layout: HeadLayout, ids: torch.Tensor | None, target: TargetView
+) -> _Vocabulary:
+    """Return the target's output matrix; of `ids`, its rows for those that the target has."""
+    if target.lm_head is None or layout.hidden_size != target.hidden_size:
+        raise ModelError(
+            f"{layout.folder!r} has no 'lm_head.weight', and the target's does not fit a head of "
+            f"hidden size {layout.hidden_size}"
+        )
+    if ids is None:
+        logger.info("eagle: %s shares the target's lm_head", layout.folder)
+        return _Vocabulary(target.lm_head, None)
+    assert target.lm_head_rows is not None, "it comes with lm_head"
+    ids = ids[_kept(layout, ids, target)].to(target.device)
+    logger.info(
+        "eagle: %s shares the target's lm_head, over %d of its %d tokens",
+        layout.folder,
+        len(ids),
+        target.vocab_size,
+    )
+    return _Vocabulary(_matrix(*target.lm_head_rows(ids), target), ids)
+
+
+def _kept(layout: HeadLayout, ids: torch.Tensor, target: TargetView) -> torch.Tensor:
+    """Return where `ids` are the target's, too; `ModelError` if none is."""
+    kept = (ids < target.vocab_size).nonzero().squeeze(1)
+    if not len(kept):
+        raise ModelError(f"{layout.folder!r} drafts no token id that the target has")
+    return kept
+
+
+def _matrix(weight: torch.Tensor, bias: torch.Tensor | None, target: TargetView) -> Linear:
+    return Linear(
+        weight.to(target.device, target.dtype),
         None if bias is None else bias.to(target.device, target.dtype),
         target.dtype,
         pack=True,
         row_invariant=False,
     )
-    return _Vocabulary(lm_head, None if ids is None else ids.to(target.device))
 
 
 def _rotary(layout: HeadLayout) -> torch.nn.Module:

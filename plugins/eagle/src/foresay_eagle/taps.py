@@ -25,7 +25,7 @@ def aux_layers(layout: HeadLayout, asked: Sequence[int] | None, num_layers: int)
                 "the target's last hidden state only"
             )
         return ()
-    default = (2, num_layers // 2, num_layers - 3)
+    default = _default(num_layers)
     if asked is not None:
         found, source = tuple(asked), "the setting aux_layers"
     elif layout.aux_layer_ids is not None:
@@ -43,3 +43,19 @@ def aux_layers(layout: HeadLayout, asked: Sequence[int] | None, num_layers: int)
             "Set aux_layers to say which streams it was trained with"
         )
     return found
+
+
+def training_layers(asked: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
+    """Return the layers whose input streams a new head takes. Raises `ConfigError`."""
+    found = _default(num_layers) if asked is None else tuple(asked)
+    if not all(0 <= layer <= num_layers for layer in found):
+        raise ConfigError(
+            f"aux_layers: residual streams entering the layers {', '.join(map(str, found))}; the "
+            f"target model has {num_layers} layers, so expected numbers from 0 to {num_layers}"
+        )
+    return found
+
+
+def _default(num_layers: int) -> tuple[int, ...]:
+    """EAGLE-3's."""
+    return (2, num_layers // 2, num_layers - 3)

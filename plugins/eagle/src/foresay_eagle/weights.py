@@ -28,7 +28,8 @@ class HeadWeights:
     mlp: Mapping[str, torch.Tensor]
     norms: Mapping[str, torch.Tensor]
     embeddings: torch.Tensor | None  # [vocab_size, hidden_size]
-    lm_head: torch.Tensor | None  # [draft_vocab, hidden_size]
+    # [draft_vocab, hidden_size]; None: the target's, or its rows `draft_to_target`.
+    lm_head: torch.Tensor | None
     lm_head_bias: torch.Tensor | None
     draft_to_target: torch.Tensor | None  # [draft_vocab] int64, target ids; None: they are the same
 
@@ -194,7 +195,7 @@ def _read_vocabulary(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Return the head's output matrix, its bias, and the target id of each of its rows.
 
-    A head has a matrix of its own if it is there, or must: the target's has no reduced vocabulary.
+    Without a matrix it is the target's; with a reduced vocabulary, those of its rows.
     """
     size = layout.draft_vocab_size
     if size is None and "d2t" in tensors:
@@ -204,7 +205,7 @@ def _read_vocabulary(
     is_reduced = size != layout.vocab_size
     offsets = tensors.take("d2t", [size]) if is_reduced or "d2t" in tensors else None
     lm_head = bias = None
-    if is_reduced or "lm_head.weight" in tensors or offsets is not None:
+    if "lm_head.weight" in tensors:
         lm_head = tensors.take(
             "lm_head.weight", [None if offsets is None else size, layout.hidden_size]
         )

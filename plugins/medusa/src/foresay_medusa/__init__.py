@@ -11,11 +11,17 @@ from pydantic import Field
 
 from foresay import hookimpl
 from foresay.core.proposer import Needs, Proposer, ProposerConfig, ProposerSpec
+from foresay.core.training import TrainingConfig, TrainingSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
     from typing import Any
+
+    import torch
+
+    from foresay.core.proposer import TargetView
+    from foresay.core.training import TrainableDrafter
 
 
 class MedusaConfig(ProposerConfig):
@@ -31,6 +37,21 @@ class MedusaConfig(ProposerConfig):
         ge=1,
         description="Use the first so many heads; None: as many as config.json says. Some folders "
         "hold more than that.",
+    )
+
+
+class MedusaTraining(TrainingConfig):
+    """Settings of training Medusa heads."""
+
+    num_heads: int = Field(default=4, ge=1, description="Heads, and so the most tokens drafted.")
+    num_layers: int = Field(default=1, ge=0, description="Residual blocks of each head.")
+    loss_decay: float = Field(
+        default=0.8, gt=0, le=1, description="What a head's loss counts, compared to the one before."
+    )
+    train_lm_head: bool = Field(
+        default=True,
+        description="Train an output head that all heads share. Otherwise they share the target's, "
+        "which takes no room in the file.",
     )
 
 
@@ -59,6 +80,14 @@ def _recognises(path: Path) -> str | None:
     return recognise(path)
 
 
+def _build_training(
+    config: MedusaTraining, target: TargetView, draft_to_target: torch.Tensor | None
+) -> TrainableDrafter:
+    from foresay_medusa.training import TrainableMedusa
+
+    return TrainableMedusa(config, target, draft_to_target)
+
+
 @hookimpl
 def foresay_register_proposers() -> Iterable[ProposerSpec]:
     """Offer the proposer `medusa`."""
@@ -69,5 +98,6 @@ def foresay_register_proposers() -> Iterable[ProposerSpec]:
             build=_build,
             needs=_needs,
             recognises=_recognises,
+            training=TrainingSpec(MedusaTraining, _build_training),
         )
     ]

@@ -33,17 +33,20 @@ class MedusaHeads:
         self._first = _linear(_joined(layers[0]), target) if layers else None
         self._later = [[_linear(block, target) for block in layer] for layer in layers[1:]]
         vocabulary = weights.vocabulary
+        ids = vocabulary.draft_to_target
+        self.draft_to_target = None if ids is None else ids.to(target.device)
         self._shared: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._own: list[Linear] = []
         if len(vocabulary.matrices) == 1:
             self._shared = _linear(vocabulary.matrices[0], target)
-        elif not vocabulary.matrices:
+        elif vocabulary.matrices:
+            self._own = [_linear(matrix, target) for matrix in vocabulary.matrices[:num_heads]]
+        elif self.draft_to_target is None:
             assert target.lm_head is not None, "it was asked for"
             self._shared = target.lm_head
         else:
-            self._own = [_linear(matrix, target) for matrix in vocabulary.matrices[:num_heads]]
-        ids = vocabulary.draft_to_target
-        self.draft_to_target = None if ids is None else ids.to(target.device)
+            assert target.lm_head_rows is not None, "it was asked for"
+            self._shared = _linear(Matrix(*target.lm_head_rows(self.draft_to_target)), target)
 
     def logits(
         self, hidden: torch.Tensor, rows_of_heads: Sequence[torch.Tensor | None]

@@ -35,7 +35,8 @@ class Matrix:
 class Vocabulary:
     """Output matrices, over tokens that the target has."""
 
-    matrices: Sequence[Matrix]  # one a head; or one for all; or none: the target's own
+    # One a head; or one for all; or none: the target's own, or its rows `draft_to_target`.
+    matrices: Sequence[Matrix]
     draft_to_target: torch.Tensor | None  # [num_rows] int64; None: rows are the target's ids
 
 
@@ -52,7 +53,10 @@ def fit_vocabulary(
     not go together.
     """
     if not matrices:
-        return Vocabulary((), None)
+        ids = _shared_ids(checkpoint, names, layout, vocab_size)
+        over = "" if ids is None else f", over {len(ids)} of its {vocab_size} tokens"
+        logger.info("medusa: the heads of %s share the target's lm_head%s", layout.folder, over)
+        return Vocabulary((), ids)
     num_rows = len(matrices[0].weight)
     ids = _target_ids(checkpoint, names, layout, num_rows, vocab_size)
     if ids is None:
@@ -65,13 +69,57 @@ def fit_vocabulary(
         return Vocabulary([matrix.rows(slice(vocab_size)) for matrix in matrices], None)
     if num_rows > len(ids):  # whole matrices, and a map of what is to be used of them
         matrices = [matrix.rows(ids) for matrix in matrices]
-    is_shared = ids < vocab_size
-    if not is_shared.any():
-        raise ModelError(f"{layout.folder!r} drafts no token id that the target has")
+    is_shared = _are_the_targets(layout, ids, vocab_size)
     if not is_shared.all():
         matrices, ids = [matrix.rows(is_shared) for matrix in matrices], ids[is_shared]
     logger.info("medusa: %s drafts %d of the target's tokens", layout.folder, len(ids))
     return Vocabulary(matrices, ids)
+
+
+def _shared_ids(
+    checkpoint: Checkpoint, names: Mapping[str, str], layout: MedusaLayout, vocab_size: int
+) -> torch.Tensor | None:
+    """Return which of the target's own rows are used, by `d2t`; None: all of them."""
+    num_rows = _draft_vocab_size(layout, vocab_size)
+    if num_rows is None:
+        if names["d2t"] not in checkpoint:
+            return None
+        num_rows = len(checkpoint.take(names["d2t"], [None]))
+    ids = _ids_by_offsets(checkpoint, names, layout, num_rows, vocab_size)
+    return ids[_are_the_targets(layout, ids, vocab_size)]
+
+
+def _are_the_targets(layout: MedusaLayout, ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return whether the target has each of `ids`; `ModelError` if it has none of them."""
+    are_shared = ids < vocab_size
+    if not are_shared.any():
+        raise ModelError(f"{layout.folder!r} drafts no token id that the target has")
+    return are_shared
+
+
+def _draft_vocab_size(layout: MedusaLayout, vocab_size: int) -> int | None:
+    """Return what config.json says of `d2t`; it counts only if it is less than everything."""
+    declared = layout.draft_vocab_size
+    return declared if declared is not None and declared < _whole(layout, vocab_size) else None
+
+
+def _whole(layout: MedusaLayout, vocab_size: int) -> int:
+    return layout.vocab_size or vocab_size
+
+
+def _ids_by_offsets(
+    checkpoint: Checkpoint,
+    names: Mapping[str, str],
+    layout: MedusaLayout,
+    num_rows: int,
+    vocab_size: int,
+) -> torch.Tensor:
+    """Return the target ids that `d2t` leads to, checked against `t2d` if it is there."""
+    offsets = checkpoint.take(names["d2t"], [num_rows])
+    rows = torch.arange(num_rows)
+    ids = _checked(layout, "d2t", offsets, rows, max(_whole(layout, vocab_size), vocab_size))
+    _check_mask(checkpoint, names["t2d"], layout, ids)
+    return ids
 
 
 def _target_ids(
@@ -82,12 +130,9 @@ def _target_ids(
     vocab_size: int,
 ) -> torch.Tensor | None:
     """Return the target ids that are drafted, in the order of the rows; None: it is all of them."""
-    # What config.json says counts only if it is less than everything.
-    whole = layout.vocab_size or vocab_size
-    declared = layout.draft_vocab_size
-    if declared is not None and declared >= whole:
-        declared = None
-    truncated = layout.truncated_vocab_size
+    whole = _whole(layout, vocab_size)
+    declared = _draft_vocab_size(layout, vocab_size)
+    truncated = layout.truncated_vocab_size  # it counts likewise
     if truncated is not None and truncated >= whole:
         truncated = None
     if names["d2t"] in checkpoint or declared is not None:
@@ -96,11 +141,7 @@ def _target_ids(
                 f"{layout.folder!r}: config.json has 'draft_vocab_size': {declared}, and the "
                 f"output matrix has {num_rows} rows"
             )
-        offsets = checkpoint.take(names["d2t"], [num_rows])
-        rows = torch.arange(num_rows)
-        ids = _checked(layout, "d2t", offsets, rows, max(whole, vocab_size))
-        _check_mask(checkpoint, names["t2d"], layout, ids)
-        return ids
+        return _ids_by_offsets(checkpoint, names, layout, num_rows, vocab_size)
     if names["token_map"] not in checkpoint and truncated is None:
         return None
     ids = checkpoint.take(names["token_map"], [truncated])

@@ -148,7 +148,6 @@ def _matrices(
         return [take(own[0])]
     if not any(name in checkpoint for name in own):
         # So it is with heads of the authors' earlier code ("version": "2") and its followers.
-        logger.info("medusa: the heads of %s share the target's lm_head", layout.folder)
         return []
     logger.info("medusa: the heads of %s have an lm_head each", layout.folder)
     first = take(own[0])

@@ -12,11 +12,17 @@ from pydantic import Field
 
 from foresay import hookimpl
 from foresay.core.proposer import KVLayer, Needs, Proposer, ProposerConfig, ProposerSpec
+from foresay.core.training import TrainingConfig, TrainingSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
     from typing import Any
+
+    import torch
+
+    from foresay.core.proposer import TargetView
+    from foresay.core.training import TrainableDrafter
 
 
 class MTPConfig(ProposerConfig):
@@ -26,6 +32,22 @@ class MTPConfig(ProposerConfig):
         default=True,
         description="At temperatures above 0: draw draft tokens from the modules' distributions, "
         "instead of taking the likeliest. More of them are accepted.",
+    )
+
+
+class MTPTraining(TrainingConfig):
+    """Settings of training a module for a target that has none."""
+
+    num_steps: int = Field(
+        default=4, ge=1, description="How often the module is applied in training, to its own output."
+    )
+    loss_decay: float = Field(
+        default=0.8, gt=0, le=1, description="What a step's loss counts, compared to the one before."
+    )
+    train_lm_head: bool = Field(
+        default=False,
+        description="Train an output head of the module's own. Otherwise it shares the target's, "
+        "which takes no room in the file.",
     )
 
 
@@ -67,6 +89,14 @@ def _recognises(path: Path) -> str | None:
     return recognise(path)
 
 
+def _build_training(
+    config: MTPTraining, target: TargetView, draft_to_target: torch.Tensor | None
+) -> TrainableDrafter:
+    from foresay_mtp.training import TrainableModule
+
+    return TrainableModule(config, target, draft_to_target)
+
+
 @hookimpl
 def foresay_register_proposers() -> Iterable[ProposerSpec]:
     """Offer the proposer `mtp`."""
@@ -78,5 +108,6 @@ def foresay_register_proposers() -> Iterable[ProposerSpec]:
             needs=_needs,
             serves=_serves,
             recognises=_recognises,
+            training=TrainingSpec(MTPTraining, _build_training),
         )
     ]

@@ -137,7 +137,7 @@ def _embeddings(layout: Layout, weights: ModuleWeights, target: TargetView) -> t
 
 
 def _heads(layout: Layout, weights: Weights, target: TargetView) -> list[Head]:
-    """Return each module's head: its own, the one they share, or the target's."""
+    """Return each module's head: its own, the one they share, or the target's, maybe reduced."""
     assert target.lm_head is not None, "needs() asks for it"
     if weights.lm_head is not None:
         logger.info(
@@ -147,6 +147,16 @@ def _heads(layout: Layout, weights: Weights, target: TargetView) -> list[Head]:
             target.vocab_size,
         )
         return [_head(weights.lm_head, target)] * len(weights.modules)
+    if weights.draft_to_target is not None:
+        assert target.lm_head_rows is not None, "it comes with lm_head"
+        weight, bias = target.lm_head_rows(weights.draft_to_target.to(target.device))
+        logger.info(
+            "mtp: %s shares the target's lm_head, over %d of its %d tokens",
+            layout.folder,
+            len(weight),
+            target.vocab_size,
+        )
+        return [Linear(weight, bias, target.dtype, pack=True)] * len(weights.modules)
     heads: list[Head] = []
     for each in weights.modules:
         if each.lm_head is None or is_target_head(layout, each.lm_head):

@@ -40,7 +40,9 @@ class Weights:
     """All modules, and the reduced head that they share, if there is one."""
 
     modules: list[ModuleWeights]
-    lm_head: torch.Tensor | None  # [draft_vocab, hidden_size], before any module's own
+    # [draft_vocab, hidden_size], before any module's own; None: the modules' own, the target's, or
+    # the target's rows `draft_to_target`.
+    lm_head: torch.Tensor | None
     draft_to_target: torch.Tensor | None  # [draft_vocab] int64; None: the ids are the same
 
 
@@ -152,20 +154,29 @@ class _Reader:
 def _shared_head(
     checkpoint: Checkpoint, layout: Layout, shape: BlockShape, vocab_size: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return a folder's `lm_head.weight`, and the target ids of its rows if it has `d2t`."""
+    """Return a folder's `lm_head.weight`, and the target ids of its rows if it has `d2t`.
+
+    With `d2t` alone the rows are the target's own.
+    """
     lm_head = checkpoint.take_if_there("lm_head.weight", [None, shape.hidden_size])
-    if lm_head is None:
+    if lm_head is None and "d2t" not in checkpoint:
         return None, None
     own = layout.family.lm_head
     for module in range(layout.num_modules):
         if own is not None and layout.joint(module, own) in checkpoint:
+            shared = "d2t" if lm_head is None else "lm_head.weight"
             raise ModelError(
-                f"{checkpoint.source!r} has both 'lm_head.weight' and "
-                f"{layout.joint(module, own)!r}: a module has one head"
+                f"{checkpoint.source!r} has both {shared!r} and {layout.joint(module, own)!r}: a "
+                "module has one head"
             )
-    size = len(lm_head)
+    size = None if lm_head is None else len(lm_head)
     # A vocabulary that is padded otherwise needs no map: the first ids are the same.
-    if "d2t" not in checkpoint and size >= vocab_size - MOST_ADDED_IDS and size > vocab_size // 2:
+    if (
+        "d2t" not in checkpoint
+        and size is not None
+        and size >= vocab_size - MOST_ADDED_IDS
+        and size > vocab_size // 2
+    ):
         return lm_head, None
     offsets = checkpoint.take("d2t", [size])
     checkpoint.ignore(["t2d"])  # the same, by target id
@@ -173,7 +184,7 @@ def _shared_head(
         raise ModelError(
             f"{checkpoint.source!r}: 'd2t' is of {offsets.dtype}; expected whole numbers"
         )
-    ids = torch.arange(size) + offsets.to(torch.int64)
+    ids = torch.arange(len(offsets)) + offsets.to(torch.int64)
     outside = ((ids < 0) | (ids >= vocab_size)).nonzero()
     if len(outside):
         first = int(outside[0])

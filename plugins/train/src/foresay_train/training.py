@@ -1,0 +1,266 @@
+"""The training itself, on transformers' Trainer: batches in, a trained drafter and its curve out.
+
+Checkpoints, resuming, several processes (torchrun) and mixed precision are the Trainer's. It knows
+neither how replies and states came about nor what kind of drafter it trains.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from foresay.core.training import TrainableDrafter, TrainingBatch
+from foresay.core.worker.linear import computes_natively
+from foresay_train.packing import Batches, pack
+from foresay_train.replies import Reply
+from foresay_train.states import HiddenStates
+
+CHECKPOINTS = "checkpoints"
+CURVE = "curve.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to train; a step is one batch on each process."""
+
+    epochs: float = 3.0
+    max_tokens_per_batch: int = 2048
+    learning_rate: float = 1e-3  # the highest: it rises, then falls along a cosine
+    warmup: float = 0.05  # of all steps
+    weight_decay: float = 0.0
+    seed: int = 0
+    save_steps: int = 100
+    eval_steps: int = 100
+    max_steps: int = -1  # instead of epochs, if positive
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """What the held-out texts said at some time.
+
+    The length is that of a chain begun at every position, where an engine begins one only after
+    what it accepted: for a comparison along the way, not for the record.
+    """
+
+    step: int
+    reply_tokens: int  # seen so far, each time they were
+    loss: float
+    acceptance: list[float]  # of each draft position, among those that reached it
+    mean_acceptance_length: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a training did."""
+
+    reply_tokens_per_second: float  # of this run, evaluation left out; 0: nothing was left to do
+    num_reply_tokens: int  # seen, each time they were
+    num_steps: int
+    curve: list[CurvePoint]
+
+
+def train(
+    drafter: TrainableDrafter,
+    replies: Sequence[Reply],
+    held_out: Sequence[int],
+    states: HiddenStates,
+    aux_layers: Sequence[int],
+    recipe: Recipe,
+    folder: Path,
+) -> Trained:
+    """Train `drafter` in place on all replies but the `held_out`; go on where a run ended.
+
+    Checkpoints and the curve lie in `folder`. Replies have two tokens or more.
+    """
+    assert isinstance(drafter, nn.Module)
+    apart = set(held_out)
+    trained_on = [text for text in range(len(replies)) if text not in apart]
+
+    def batches(texts: Sequence[int]) -> Batches:
+        packed = pack([len(replies[text]) for text in texts], recipe.max_tokens_per_batch, 0)
+        return Batches(replies, states, [[texts[at] for at in one] for one in packed], aux_layers)
+
+    device = next(drafter.parameters()).device
+    on_cpu = device.type == "cpu"
+    data = batches(trained_on)
+    arguments = TrainingArguments(
+        output_dir=str(folder / CHECKPOINTS),
+        use_cpu=on_cpu,
+        bf16=computes_natively(torch.bfloat16) if on_cpu else torch.cuda.is_bf16_supported(),
+        num_train_epochs=recipe.epochs,
+        max_steps=recipe.max_steps,
+        per_device_train_batch_size=1,
+        learning_rate=recipe.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=recipe.warmup,
+        weight_decay=recipe.weight_decay,
+        adam_beta2=0.95,
+        max_grad_norm=1.0,
+        eval_strategy="steps",
+        eval_steps=recipe.eval_steps,
+        eval_on_start=True,
+        save_strategy="steps",
+        save_steps=recipe.save_steps,
+        save_total_limit=2,
+        logging_steps=10,
+        report_to=[],
+        seed=recipe.seed,
+        remove_unused_columns=False,
+        dataloader_pin_memory=not on_cpu,
+        ddp_find_unused_parameters=False,
+    )
+    (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    last = get_last_checkpoint(str(folder / CHECKPOINTS))
+    curve = _Curve(folder / CURVE, data.num_reply_tokens() / max(1, len(data)))
+    if arguments.process_index == 0:
+        curve.keep_until(0 if last is None else int(last.rsplit("-", 1)[1]))
+    trainer = _Trainer(
+        model=_Module(drafter),
+        args=arguments,
+        train_dataset=data,
+        data_collator=_collated,
+        eval_dataset=batches(held_out),
+        callbacks=[curve],
+    )
+    trainer.curve = curve
+    trainer.train(resume_from_checkpoint=last)
+    if not curve.points or curve.points[-1].step < trainer.state.global_step:
+        trainer.evaluate()
+    return Trained(
+        reply_tokens_per_second=curve.reply_tokens_per_second,
+        num_reply_tokens=curve.reply_tokens(trainer.state.global_step),
+        num_steps=trainer.state.global_step,
+        curve=curve.points,
+    )
+
+
+class _Module(nn.Module):
+    """A drafter as the Trainer takes it: keywords in, a mapping with "loss" out."""
+
+    def __init__(self, drafter: nn.Module) -> None:
+        super().__init__()
+        self.drafter = drafter
+
+    def forward(self, **fields: Any) -> dict[str, torch.Tensor]:
+        loss = self.drafter(TrainingBatch(**fields))
+        return {"loss": loss.loss, "hits": loss.hits, "valid": loss.valid}
+
+
+def _collated(batches: list[TrainingBatch]) -> dict[str, Any]:
+    """Return the fields of the one batch: texts are packed already."""
+    [batch] = batches
+    return {name: getattr(batch, name) for name in TrainingBatch.__slots__}
+
+
+class _Trainer(Trainer):
+    """Measures chains on the held-out texts in place of the usual evaluation."""
+
+    curve: _Curve
+
+    @torch.no_grad()
+    def evaluate(self, *_arguments: Any, **_keywords: Any) -> dict[str, float]:
+        began = time.monotonic()
+        model = self.accelerator.unwrap_model(self.model)
+        model.eval()
+        losses, hits, valid = [], [], []
+        for index in range(len(self.eval_dataset)):
+            fields = self._prepare_inputs(_collated([self.eval_dataset[index]]))
+            with self.compute_loss_context_manager():
+                found = model(**fields)
+            losses.append(found["loss"].double().cpu() * len(found["hits"]))
+            hits.append(found["hits"].cpu())
+            valid.append(found["valid"].cpu())
+        model.train()
+        point = _point(self.state.global_step, self.curve, losses, hits, valid)
+        if self.args.process_index == 0:
+            self.curve.add(point)
+        self.curve.left_out += time.monotonic() - began
+        metrics = {
+            "eval_loss": point.loss,
+            "eval_mean_acceptance_length": point.mean_acceptance_length,
+        }
+        self.log(metrics)
+        return metrics
+
+
+def _point(
+    step: int,
+    curve: _Curve,
+    losses: Sequence[torch.Tensor],
+    hits: Iterable[torch.Tensor],
+    valid: Iterable[torch.Tensor],
+) -> CurvePoint:
+    hit, reached = torch.cat(list(hits)), torch.cat(list(valid))
+    accepted = (hit & reached).long().cumprod(dim=1).bool()
+    # A position is reached by a chain all of whose tokens before were right.
+    before = torch.cat([torch.ones_like(accepted[:, :1]), accepted[:, :-1]], dim=1) & reached
+    counts = before.sum(dim=0).clamp(min=1)
+    return CurvePoint(
+        step=step,
+        reply_tokens=curve.reply_tokens(step),
+        loss=float(sum(losses)) / max(1, len(hit)),
+        acceptance=[round(float(rate), 4) for rate in accepted.sum(dim=0) / counts],
+        mean_acceptance_length=round(1 + float(accepted.sum(dim=1).float().mean()), 4),
+    )
+
+
+class _Curve(TrainerCallback):
+    """The points measured so far, kept in a file; and the time that steps took."""
+
+    def __init__(self, path: Path, reply_tokens_per_step: float) -> None:
+        self._path = path
+        self._per_step = reply_tokens_per_step
+        self._began = 0.0
+        self._first_step = 0
+        self._num_processes = 1
+        self.left_out = 0.0  # seconds of evaluation
+        self.reply_tokens_per_second = 0.0
+        self.points: list[CurvePoint] = []
+
+    def keep_until(self, step: int) -> None:
+        """Take over what an earlier run measured, up to the step that is gone on from."""
+        if self._path.exists() and step:
+            for line in self._path.read_text(encoding="utf-8").splitlines():
+                try:
+                    point = CurvePoint(**json.loads(line))
+                except (ValueError, TypeError):  # the run was killed while it wrote
+                    break
+                if point.step <= step:
+                    self.points.append(point)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text("".join(map(_line, self.points)), encoding="utf-8")
+
+    def add(self, point: CurvePoint) -> None:
+        """Note a point; one of a step that is there already says the same."""
+        if self.points and self.points[-1].step == point.step:
+            return
+        self.points.append(point)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(_line(point))
+
+    def reply_tokens(self, step: int) -> int:
+        """How many reply tokens were seen after a step, on average over the batches' order."""
+        return round(step * self._per_step * self._num_processes)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_keywords: Any) -> None:
+        self._num_processes = args.world_size
+        self._began, self._first_step = time.monotonic(), state.global_step
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_keywords: Any) -> None:
+        seconds = time.monotonic() - self._began - self.left_out
+        num_steps = state.global_step - self._first_step
+        if num_steps:
+            self.reply_tokens_per_second = self.reply_tokens(num_steps) / max(seconds, 1e-9)
+
+
+def _line(point: CurvePoint) -> str:
+    return json.dumps(asdict(point)) + "\n"
