@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
@@ -179,6 +179,20 @@ class PluginManager:
             return spec_of_path(proposer)
         return self.proposer(proposer)
 
+    def best_drafter(
+        self, proposers: Collection[str], model_name: str, model_path: Path | None = None
+    ) -> DrafterSpec | None:
+        """Return the drafter made for a model and one of `proposers` that accepts most, if any.
+
+        `model_path` as in `automatic_proposer`.
+        """
+        candidates = [
+            drafter
+            for drafter in self.drafters.values()
+            if drafter.proposer in proposers and self._made_for(drafter, model_name, model_path)
+        ]
+        return max(candidates, key=lambda drafter: drafter.mean_acceptance_length, default=None)
+
     def automatic_proposer(
         self, model_name: str, model_path: Path | None = None
     ) -> AutomaticProposer | None:
@@ -190,13 +204,8 @@ class PluginManager:
         suitable is installed.
         """
         proposers = {n: spec for n, spec in self.proposers.items() if n not in NEVER_AUTOMATIC}
-        candidates = [
-            drafter
-            for drafter in self.drafters.values()
-            if drafter.proposer in proposers and self._made_for(drafter, model_name, model_path)
-        ]
-        if candidates:
-            best = max(candidates, key=lambda drafter: drafter.mean_acceptance_length)
+        best = self.best_drafter(proposers, model_name, model_path)
+        if best is not None:
             return AutomaticProposer(
                 best.proposer,
                 best.name,

@@ -348,6 +348,35 @@ def test_a_registered_drafter_is_given_as_its_folder(
     assert fake.config.drafter == str(tmp_path)
 
 
+@pytest.mark.parametrize("made_for", ["small", "other"])
+def test_a_proposer_by_its_name_takes_the_best_drafter_made_for_the_model(
+    folder: Path, tmp_path: Path, made_for: str
+) -> None:
+    for name in ("worse", "better", "others"):
+        (tmp_path / name).mkdir()
+    offered = [
+        DrafterSpec("worse", "fake", made_for, lambda: tmp_path / "worse", 1.5),
+        DrafterSpec("better", "fake", made_for, lambda: tmp_path / "better", 2.5),
+        DrafterSpec("others", "another", made_for, lambda: tmp_path / "others", 3.5),
+    ]
+    alias = ModelAlias("small", "a test", lambda: folder, lambda: folder)
+    manager = plugins(spec(), spec("another"), drafters=offered, models=[alias])
+    found = str(tmp_path / "better") if made_for == "small" else None
+    runner = build(manager, folder, proposer="fake")
+    assert Fake.built[-1].config.drafter == found
+    assert ("proposer: fake (drafter 'better')" in runner.summary) == (found is not None)
+    build(manager, folder, proposer="fake,another")
+    assert Fake.built[-2].config.drafter == found
+    build(manager, folder, proposer="fake", speculative={"drafter": str(tmp_path / "worse")})
+    assert Fake.built[-1].config.drafter == str(tmp_path / "worse")
+    own = {"drafter": "others"} if made_for == "small" else {"drafter": str(tmp_path)}
+    settings = {"another": own}
+    build(
+        manager, folder, proposer="another,fake", speculative={"proposer_settings": settings}
+    )
+    assert Fake.built[-1].config.drafter == found
+
+
 def test_a_folder_is_a_drafter(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "head").mkdir()

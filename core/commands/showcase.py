@@ -38,7 +38,7 @@ class _Timed:
 def showcase(
     context: typer.Context,
     model: options.Model = "smollm2",
-    proposer: options.ProposerName = "ngram",
+    proposer: options.ProposerName = "auto",
     k: options.NumDraftTokens = None,
     max_tokens: options.MaxTokens = 128,
     dtype: options.Dtype = "auto",
@@ -83,7 +83,7 @@ def showcase(
         invariant = plain.stats.row_invariant and drafting.stats.row_invariant
     print(flush=True)
     print_table(
-        ["prompt", "tokens", "plain tokens/s", f"{proposer} tokens/s", "speedup",
+        ["prompt", "tokens", "plain tokens/s", f"{drafting.proposer_name or 'none'} tokens/s", "speedup",
          "mean acceptance length", "tokens per step", "ids equal"],
         rows,
     )  # fmt: skip

@@ -36,7 +36,7 @@ class Choice:
     spec: ProposerSpec
     owner: str  # the distribution, for messages
     config: ProposerConfig
-    why: str  # empty unless it was chosen automatically
+    why: str  # how it, or its drafter, was chosen; empty if the user named both, or needed not to
 
     def needs(self, target_config: Any) -> Needs:
         """Ask the proposer what it needs; `ConfigError` for what the target does not have."""
@@ -92,13 +92,13 @@ def choose(
     speculative = config.speculative
     name: str | type[Any] | None = proposer_type or speculative.proposer
     drafter, why = speculative.drafter, ""
+    folder = plugins.locate_model(config.model) or Path(config.model)
     if name == "auto":
-        folder = plugins.locate_model(config.model) or Path(config.model)
         automatic = plugins.automatic_proposer(config.model, folder)
         if automatic is None:
             name = None
         else:
-            name, why = automatic.proposer, automatic.reason
+            name, why = automatic.proposer, f"auto: {automatic.reason}"
             drafter = drafter or automatic.drafter
     if name is None or name == "none":
         _refuse_settings_without_proposer(speculative)
@@ -114,17 +114,21 @@ def choose(
         each_drafter = _drafter_of_each(drafter, specs)
     else:
         each_drafter = [_only_drafter(drafter, specs[0])]
+    registered = [
+        None if own else _registered_drafter(member, settings, plugins, config.model, folder)
+        for own, member, settings in zip(each_drafter, names, each_settings, strict=True)
+    ]
     return [
         Choice(
             spec,
             plugins.proposer_owner(spec.name)
             if isinstance(member, str) and ":" not in member
             else "given as a class",
-            _proposer_config(spec, speculative, plugins, own_settings, own_drafter),
-            why,
+            _proposer_config(spec, speculative, plugins, own_settings, own_drafter or found),
+            why or (f"drafter {found!r}" if found else ""),
         )
-        for member, spec, own_settings, own_drafter in zip(
-            names, specs, each_settings, each_drafter, strict=True
+        for member, spec, own_settings, own_drafter, found in zip(
+            names, specs, each_settings, each_drafter, registered, strict=True
         )
     ]
 
@@ -138,8 +142,7 @@ def describe(
     if not choices:
         return "none" + (" (none is installed)" if speculative.proposer == "auto" else "")
     parts = [
-        f"{choice.spec.name}{f' (auto: {choice.why})' if choice.why else ''}, {k} tokens a step at "
-        "most"
+        f"{choice.spec.name}{f' ({choice.why})' if choice.why else ''}, {k} tokens a step at most"
         for choice, k in zip(choices, nums_draft_tokens, strict=True)
     ]
     return "; else ".join(parts)
@@ -211,6 +214,20 @@ def _drafter_of_each(
                 f"drafter: {name!r} is not in the chain {', '.join(names)}{nearest(name, names)}"
             )
     return [(drafter or {}).get(name) for name in names]
+
+
+def _registered_drafter(
+    member: str | type[Any],
+    settings: Mapping[str, Any],
+    plugins: PluginManager,
+    model_name: str,
+    folder: Path,
+) -> str | None:
+    """Return the drafter that was made for the model and a proposer given by its name, if any."""
+    if not isinstance(member, str) or settings.get("drafter") is not None:
+        return None
+    found = plugins.best_drafter([member], model_name, folder)
+    return None if found is None else found.name
 
 
 def _only_drafter(drafter: str | Mapping[str, str] | None, spec: ProposerSpec) -> str | None:
