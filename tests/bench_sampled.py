@@ -1,4 +1,4 @@
-"""Whether drawing drafts is worth it at temperature 1: against taking the likeliest, prompt by prompt.
+"""Whether drawing drafts pays at temperature 1: against taking the likeliest, prompt by prompt.
 
 usage: python tests/bench_sampled.py [--model smollm2] [--proposer eagle] [--data FILE.jsonl]
                                      [--limit N per task] [--samples 4] [--max-tokens 64]

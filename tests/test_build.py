@@ -371,9 +371,7 @@ def test_a_proposer_by_its_name_takes_the_best_drafter_made_for_the_model(
     assert Fake.built[-1].config.drafter == str(tmp_path / "worse")
     own = {"drafter": "others"} if made_for == "small" else {"drafter": str(tmp_path)}
     settings = {"another": own}
-    build(
-        manager, folder, proposer="another,fake", speculative={"proposer_settings": settings}
-    )
+    build(manager, folder, proposer="another,fake", speculative={"proposer_settings": settings})
     assert Fake.built[-1].config.drafter == found
 
 

@@ -84,3 +84,12 @@ def test_the_targets_distribution_is_that_within_the_draft_vocabulary() -> None:
     whole = torch.softmax(hidden @ weight.T, dim=-1)[:, ids]
     found = teacher_probs(hidden, OutputHead(weight[ids]))
     torch.testing.assert_close(found, whole / whole.sum(dim=-1, keepdim=True))
+
+
+def test_a_share_goes_to_the_likeliest_token() -> None:
+    random = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=random) for n in (5, 40))
+    plain = teacher_probs(hidden, OutputHead(weight))
+    found = teacher_probs(hidden, OutputHead(weight), argmax_share=0.25)
+    hard = F.one_hot(plain.argmax(dim=-1), 40)
+    torch.testing.assert_close(found, 0.75 * plain + 0.25 * hard)

@@ -111,6 +111,7 @@ def expected(
     num_steps: int,
     decay: float,
     logits: Callable[[Text, int], Sequence[torch.Tensor]],
+    argmax_share: float,
 ) -> Expected:
     """Work the loss out chain by chain.
 
@@ -133,7 +134,8 @@ def expected(
                 label = text.token_ids[at]
                 hits[-1][step] = drafted[int(own[step].argmax())] == label
                 if label in drafted:
-                    wanted = rows[at - 1][drafted].softmax(-1)
+                    wanted = (1 - argmax_share) * rows[at - 1][drafted].softmax(-1)
+                    wanted[rows[at - 1][drafted].argmax()] += argmax_share
                     loss -= decay**step * float((wanted * own[step].log_softmax(-1)).sum())
             losses.append(loss)
     return Expected(sum(losses) / len(losses), hits, valid)

@@ -69,6 +69,7 @@ DRAFTING = OF_ONE_REQUEST | {
     "the_longest_history_is_drafted_for",
     "the_input_is_only_read",
     "the_batch_is_not_kept",
+    "a_session_again_gets_the_same_drafts",
     "any_request_may_be_released",
     "released_requests_leave_nothing_behind",
     "two_proposers_share_nothing",
@@ -222,6 +223,27 @@ class Cautious(Sound):
         return draft
 
 
+@right(remembers_requests=True)
+class Remembering(Sound):
+    """Goes on as one of the last three requests did, where the request itself has no answer."""
+
+    most_remembered = 3
+
+    def __init__(self, config: ProposerConfig) -> None:
+        super().__init__(config)
+        self.ended: list[Pairs] = []
+
+    def release(self, req_id: str) -> None:
+        state = self.states.pop(req_id, None)
+        if state is not None:
+            self.ended = [*self.ended, state][-self.most_remembered :]
+
+    def draft(self, request: DraftRequest) -> list[int]:
+        state = self.state(request)
+        sources = [state, *(Pairs(pairs.followers, 0, state.last) for pairs in self.ended)]
+        return next(filter(None, (source.walk(request.k) for source in sources)), [])
+
+
 @right()
 class Predicting(Sound):
     """Goes on where the history's last token stands in the prediction; else as `Sound`."""
@@ -357,6 +379,7 @@ class NeverDrafts(Sound):
 
 @caught_by(
     "the_same_history_gets_the_same_draft",
+    "a_session_again_gets_the_same_drafts",
     "an_incomplete_prompt_gets_no_draft",
     "two_proposers_share_nothing",
     "a_prefix_hit_changes_nothing",
@@ -508,6 +531,23 @@ class RemembersIds(Sound):
     def release(self, req_id: str) -> None:
         super().release(req_id)
         self.released.add(req_id)
+
+
+@caught_by("released_requests_leave_nothing_behind", remembers_requests=True)
+class RemembersAll(Remembering):
+    """Remembers requests without a bound."""
+
+    most_remembered = 10**6
+
+
+@caught_by(
+    "a_second_request_finds_nothing_of_the_first",
+    "prompt_chunks_change_nothing",
+    "a_prefix_hit_changes_nothing",
+    "a_mixed_batch_changes_nothing",
+)
+class RemembersUnasked(Remembering):
+    """Remembers requests, within a bound, but its author did not say so."""
 
 
 @caught_by("released_requests_leave_nothing_behind")

@@ -27,6 +27,9 @@ class ProposerConformance(EngineRules, SpecRules):
       a folder.
     - `learns_from_steps = True`: drafts depend by design on more than the history, for instance on
       how earlier drafts fared. What depends on the history alone is then not asked for.
+    - `remembers_requests = True`: drafts depend by design on requests that ended, too. Then they
+      need not be those of a proposer that saw no other request, but what is remembered must have
+      a bound: choose `settings` under which 60 requests of 15 tokens reach it.
     - `models()`: how to build the target models, by name, if the tiny ones do not suit; the first
       is also what the proposer is shown without an engine.
     - `text(seed, length)`: histories to draft for; `prompts()`: prompts for whole engines, and

@@ -60,6 +60,7 @@ class Subject:
     settings: ClassVar[Mapping[str, Any]] = {}
     drafter: ClassVar[str | None] = None
     learns_from_steps: ClassVar[bool] = False
+    remembers_requests: ClassVar[bool] = False
     num_output_tokens: ClassVar[int] = 16
 
     def models(self) -> Mapping[str, Callable[[], Any]]:

@@ -235,7 +235,7 @@ class DraftHead(nn.Module):
 class ChainDrafter(nn.Module):
     """A drafter of one layer, with what its kind does before and after: see `enter` and `leave`.
 
-    `loss_decay`: what step j + 1 counts, compared to step j.
+    `loss_decay`: what step j + 1 counts, compared to step j. `argmax_share`: see `teacher_probs`.
     """
 
     embeddings: torch.Tensor
@@ -248,6 +248,7 @@ class ChainDrafter(nn.Module):
         rotary: Any,
         num_steps: int,
         loss_decay: float,
+        argmax_share: float,
     ) -> None:
         """`rotary`: transformers' rotary module for the layer's heads."""
         super().__init__()
@@ -255,6 +256,7 @@ class ChainDrafter(nn.Module):
         self.head = head
         self.num_steps = num_steps
         self.loss_decay = loss_decay
+        self._argmax_share = argmax_share
         self.register_buffer(
             "embeddings", target.embeddings[: target.vocab_size].float(), persistent=False
         )
@@ -286,7 +288,7 @@ class ChainDrafter(nn.Module):
     def forward(self, batch: TrainingBatch) -> TrainingLoss:
         """Unroll all chains of the batch."""
         chains = Chains(batch, self.num_steps)
-        probs, probs_row = self._wanted(batch)
+        probs, probs_row = reply_probs(batch, self.head, self._argmax_share)
         tokens = batch.token_ids
         features = self.features(batch)[chains.key_rows]
         x, residual = self.enter(self.embeddings[tokens[chains.key_rows + 1]], features, 0)
@@ -320,13 +322,11 @@ class ChainDrafter(nn.Module):
             total / len(chains.base_rows), torch.stack(hits, dim=1), torch.stack(valid, dim=1)
         )
 
-    def _wanted(self, batch: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the target's distributions in the replies, and the row of each of the batch's."""
-        return reply_probs(batch, self.head)
 
-
-def reply_probs(batch: TrainingBatch, head: DraftHead) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the target's distributions where they are wanted.
+def reply_probs(
+    batch: TrainingBatch, head: DraftHead, argmax_share: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `teacher_probs` where they are wanted.
 
     [n, draft_vocab] float32, and for each row of the batch, [num_rows], which of the n it is; rows
     before a reply's first token have none, and say 0.
@@ -342,7 +342,7 @@ def reply_probs(batch: TrainingBatch, head: DraftHead) -> tuple[torch.Tensor, to
     taken = torch.from_numpy(rows).to(batch.token_ids.device)
     place = torch.zeros(len(batch.token_ids), dtype=torch.int64, device=taken.device)
     place[taken] = torch.arange(len(taken), device=taken.device)
-    return teacher_probs(batch.hidden_states[taken].float(), head.target), place
+    return teacher_probs(batch.hidden_states[taken].float(), head.target, argmax_share), place
 
 
 def save_drafter(

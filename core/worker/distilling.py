@@ -24,13 +24,22 @@ class OutputHead:
 
 
 @torch.no_grad()
-def teacher_probs(hidden_states: torch.Tensor, head: OutputHead) -> torch.Tensor:
-    """Return the target's distribution within the draft vocabulary, [n, draft_vocab] float32.
+def teacher_probs(
+    hidden_states: torch.Tensor, head: OutputHead, argmax_share: float = 0.0
+) -> torch.Tensor:
+    """Return what a drafter should say: [n, draft_vocab] float32, each row adding up to 1.
 
-    `hidden_states` [n, hidden_size], what the target's lm_head takes; `head`: of the target.
+    It is the target's distribution within the draft vocabulary, `argmax_share` of it moved to its
+    likeliest token. `hidden_states` [n, hidden_size], what the target's lm_head takes; `head`: of
+    the target.
     """
     logits = torch.nn.functional.linear(hidden_states, head.weight, head.bias)
-    return torch.softmax(logits, dim=-1, dtype=torch.float32)
+    probs = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    if argmax_share:
+        probs *= 1 - argmax_share
+        best = logits.argmax(dim=-1, keepdim=True)
+        probs.scatter_add_(1, best, torch.full_like(probs[:, :1], argmax_share))
+    return probs
 
 
 def cross_entropy(

@@ -1,4 +1,4 @@
-"""The shape of a layer like the target's, for drafters that are trained. Knows configs and files."""
+"""The shape of a layer like the target's, for drafters that are trained. Knows configs only."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from foresay.core.errors import ModelError
-from foresay.core.proposer import TargetView
-from foresay.core.worker.checkpoint import Checkpoint
 from foresay.core.worker.decoder import Heads
 
 # RoPE types whose frequencies do not depend on the sequence.
@@ -79,25 +75,3 @@ class LayerShape:
             "rope_theta": float(self.rope["rope_theta"]),
             "rope_scaling": None if self.rope["rope_type"] == "default" else dict(self.rope),
         }
-
-
-def begin_with_targets(module: nn.Module, target: TargetView, names: Mapping[str, str]) -> None:
-    """Set parameters to tensors of the target's checkpoint, where it has some of the same shape.
-
-    `names`: a parameter's name to a tensor's. Where the target is an object, or its files are no
-    safetensors, nothing is set.
-    """
-    folder = target.checkpoint
-    files = sorted(f.name for f in folder.glob("*.safetensors")) if folder is not None else []
-    if folder is None or not files:
-        return
-    checkpoint = Checkpoint.open(folder, files)
-    parameters = dict(module.named_parameters())
-    for name, source in names.items():
-        try:
-            tensor = checkpoint.take_if_there(source, parameters[name].shape)
-        except ModelError:  # of another shape
-            continue
-        if tensor is not None:
-            with torch.no_grad():
-                parameters[name].copy_(tensor)

@@ -18,7 +18,7 @@ from foresay import LLM, SamplingParams
 
 FORMS: dict[str, dict[str, Any]] = {
     "as they are by default": {},
-    "the target's lm_head": {"train_lm_head": False, "loss_decay": 0.5},
+    "the target's lm_head": {"train_lm_head": False, "loss_decay": 0.5, "argmax_share": 0.0},
     "two blocks": {"num_layers": 2, "num_heads": 2},
     "no blocks": {"num_layers": 0, "num_heads": 1},
 }
@@ -49,7 +49,8 @@ def test_every_head_of_every_row_is_what_drafting_gives(
         found = medusa_heads.reference_logits(reference, target, text.token_ids[: base + 2])
         return [each[: len(heads.head.own.weight)] for each in found]
 
-    expected = training_batches.expected(target, texts, ids, num_heads, decay, logits)
+    share = heads._config.argmax_share
+    expected = training_batches.expected(target, texts, ids, num_heads, decay, logits, share)
     found = heads(training_batches.batch(target, texts))
     assert found.loss.item() == pytest.approx(expected.loss, rel=2e-4)
     assert found.valid.tolist() == expected.valid

@@ -44,6 +44,7 @@ def outcome(num_points: int = 3, **changes: object) -> Outcome:
         max_tokens=192,
         temperature=0.0,
         states=None,
+        begin=None,
         layers_also=(),
         num_measured=32,
         dtype="auto",

@@ -105,6 +105,7 @@ def job(plugin: Plugin, model: Path, prompts: Path, out: Path, **changes: Any) -
         max_tokens=48,
         temperature=0.0,
         states=None,
+        begin=None,
         layers_also=(),
         num_measured=2,
         dtype="auto",
@@ -179,6 +180,24 @@ def test_another_recipe_in_the_same_folder_is_refused(
     ):
         with pytest.raises(ConfigError, match=says):
             run(changed, plugins_of(plugin))
+
+
+def test_a_training_begins_with_another_ones_weights(
+    tmp_path: Path, model: Path, prompts: Path
+) -> None:
+    plugin, manager = Plugin(), plugins_of(Plugin())
+    first = job(plugin, model, prompts, tmp_path / "a", num_measured=0)
+    learned = run(first, manager)
+    little = replace(first.recipe, max_steps=1, learning_rate=1e-9)
+    again = replace(first, out=tmp_path / "b", recipe=little, begin=first.out)
+
+    found = run(again, manager)
+
+    assert learned is not None
+    assert found is not None
+    assert found.trained.curve[0].acceptance == learned.trained.curve[-1].acceptance
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        run(replace(again, out=tmp_path / "c", begin=tmp_path), manager)
 
 
 def test_a_folder_that_holds_something_else_is_left_alone(

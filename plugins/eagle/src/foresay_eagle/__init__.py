@@ -46,13 +46,23 @@ class EagleTraining(TrainingConfig):
         default=4, ge=1, description="Steps each chain is unrolled: training-time test."
     )
     loss_decay: float = Field(
-        default=0.8, gt=0, le=1, description="What a step's loss counts, compared to the one before."
+        default=0.8,
+        gt=0,
+        le=1,
+        description="What a step's loss counts, compared to the one before.",
     )
     aux_layers: tuple[int, ...] | None = Field(
         default=None,
         min_length=1,
         description="Take the residual streams entering these layers of the target; None: EAGLE-3's"
         " (2, half of the layers, all but 3).",
+    )
+    argmax_share: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Part of what is learnt that is put on the target's likeliest token, the rest "
+        "being the target's distribution: more is accepted in greedy decoding, less in sampling.",
     )
     train_lm_head: bool = Field(
         default=False,

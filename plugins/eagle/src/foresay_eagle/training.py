@@ -1,7 +1,7 @@
 """EAGLE-3 heads as they are trained (Li et al., 2025, arXiv 2503.01840). Knows tensors, no texts.
 
-A new head's MLP begins as that of the target's last layer, its last norm as the target's, where the
-shapes allow it; the rest is drawn.
+All matrices are drawn. To begin with the target's own was tried for its MLP, and learns more slowly
+where the target's weights are large: what is drawn beside them is not heard for long.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from foresay.core.worker.chain_training import (
     GatedMLP,
     save_drafter,
 )
-from foresay.core.worker.layer_shape import LayerShape, begin_with_targets
+from foresay.core.worker.layer_shape import LayerShape
 from foresay_eagle import EagleTraining
 from foresay_eagle.taps import training_layers
 
@@ -49,6 +49,7 @@ class TrainableEagle3(ChainDrafter):
             rotary=shape.rotary().to(target.device),
             num_steps=config.num_steps,
             loss_decay=config.loss_decay,
+            argmax_share=config.argmax_share,
         )
         self._config = config
         self._shape = shape
@@ -64,15 +65,7 @@ class TrainableEagle3(ChainDrafter):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
-        last = f"model.layers.{target.num_layers - 1}."
-        names = {
-            f"midlayer.mlp.{name}.weight": f"{last}mlp.{name}.weight"
-            for name in ("gate_proj", "up_proj", "down_proj")
-        }
-        names["midlayer.post_attention_layernorm.weight"] = f"{last}post_attention_layernorm.weight"
-        names["norm.weight"] = "model.norm.weight"
         self.to(target.device)
-        begin_with_targets(self, target, names)
 
     @property
     def attention(self) -> ChainAttention:

@@ -46,7 +46,17 @@ class MedusaTraining(TrainingConfig):
     num_heads: int = Field(default=4, ge=1, description="Heads, and so the most tokens drafted.")
     num_layers: int = Field(default=1, ge=0, description="Residual blocks of each head.")
     loss_decay: float = Field(
-        default=0.8, gt=0, le=1, description="What a head's loss counts, compared to the one before."
+        default=0.8,
+        gt=0,
+        le=1,
+        description="What a head's loss counts, compared to the one before.",
+    )
+    argmax_share: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Part of what is learnt that is put on the target's likeliest token, the rest "
+        "being the target's distribution: more is accepted in greedy decoding, less in sampling.",
     )
     train_lm_head: bool = Field(
         default=True,

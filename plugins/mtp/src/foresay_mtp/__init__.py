@@ -39,10 +39,22 @@ class MTPTraining(TrainingConfig):
     """Settings of training a module for a target that has none."""
 
     num_steps: int = Field(
-        default=4, ge=1, description="How often the module is applied in training, to its own output."
+        default=4,
+        ge=1,
+        description="How often the module is applied in training, to its own output.",
     )
     loss_decay: float = Field(
-        default=0.8, gt=0, le=1, description="What a step's loss counts, compared to the one before."
+        default=0.8,
+        gt=0,
+        le=1,
+        description="What a step's loss counts, compared to the one before.",
+    )
+    argmax_share: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Part of what is learnt that is put on the target's likeliest token, the rest "
+        "being the target's distribution: more is accepted in greedy decoding, less in sampling.",
     )
     train_lm_head: bool = Field(
         default=False,

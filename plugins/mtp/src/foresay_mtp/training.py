@@ -1,8 +1,7 @@
 """An MTP module as it is trained, for a target that has none. Knows tensors, no texts.
 
 One module of MiMo's layout, applied again and again to its own output, which is how it is used
-where more tokens are drafted than there are modules. Its block begins as the target's last layer,
-its norms as the target's last one, where the shapes allow it; what joins is drawn.
+where more tokens are drafted than there are modules. All matrices are drawn.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from foresay.core.worker.chain_training import (
     GatedMLP,
     save_drafter,
 )
-from foresay.core.worker.layer_shape import LayerShape, begin_with_targets
+from foresay.core.worker.layer_shape import LayerShape
 from foresay_mtp import MTPTraining
 
 _PREFIX = "model.mtp_layers.0."
@@ -40,6 +39,7 @@ class TrainableModule(ChainDrafter):
             rotary=shape.rotary().to(target.device),
             num_steps=config.num_steps,
             loss_decay=config.loss_decay,
+            argmax_share=config.argmax_share,
         )
         self._shape = shape
         self._target_vocab_size = target.vocab_size
@@ -55,13 +55,7 @@ class TrainableModule(ChainDrafter):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
-        own = [f"self_attn.{name}_proj.weight" for name in "qkvo"]
-        own += [f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
-        own += ["input_layernorm.weight", "post_attention_layernorm.weight"]
-        names = {name: f"model.layers.{target.num_layers - 1}.{name}" for name in own}
-        names["final_layernorm.weight"] = "model.norm.weight"
         self.to(target.device)
-        begin_with_targets(self, target, names)
 
     @property
     def attention(self) -> ChainAttention:

@@ -37,6 +37,8 @@ def write(outcome: Outcome) -> str:
     ]
     settings = ", ".join(f"`{key}={value}`" for key, value in job.config.model_dump().items())
     length = f"{recipe.max_steps} steps" if recipe.max_steps > 0 else f"{recipe.epochs:g} epochs"
+    if job.begin is not None:
+        length += f", from the weights of `{job.begin.name}`"
     rows = [
         ("proposer", f"`{name}`"),
         ("target", f"`{job.model_name}`"),

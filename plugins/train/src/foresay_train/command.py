@@ -77,6 +77,14 @@ def train(
             "in the output folder.",
         ),
     ] = None,
+    begin: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Begin with the weights of another training, of the same kind and settings: its "
+            "output folder.",
+        ),
+    ] = None,
     layers_also: Annotated[
         str | None,
         typer.Option(
@@ -142,6 +150,7 @@ def train(
         max_tokens=max_tokens,
         temperature=temperature,
         states=states,
+        begin=begin,
         layers_also=also,
         num_measured=measure,
         dtype=dtype,

@@ -34,6 +34,7 @@ class Job:
     max_tokens: int
     temperature: float
     states: Path | None
+    begin: Path | None  # the output folder of another training, to begin with its weights
     layers_also: tuple[int, ...]
     num_measured: int
     dtype: str
@@ -43,6 +44,11 @@ class Job:
     def work(self) -> Path:
         """The folder for replies, states, checkpoints and the curve."""
         return self.out / WORK
+
+    @property
+    def begin_work(self) -> Path | None:
+        """The other training's work folder."""
+        return None if self.begin is None else self.begin / WORK
 
     @property
     def states_folder(self) -> Path:
@@ -130,6 +136,7 @@ def claim(job: Job, model: str, data: Data) -> None:
         "model": model,
         "data": data.digest,
         "held_out": data.num_held_out,
+        **({} if job.begin is None else {"begin": job.begin.name}),
         **recipe,
         **{f"--set {name}": value for name, value in _plain(job.config.model_dump()).items()},
     }

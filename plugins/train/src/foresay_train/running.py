@@ -73,7 +73,9 @@ def run(job: Job, plugins: PluginManager) -> Outcome | None:
         )
     # What transformers prints is no result.
     with contextlib.redirect_stdout(sys.stderr):
-        trained = train(drafter, replies, held_out, states, aux_layers, job.recipe, job.work)
+        trained = train(
+            drafter, replies, held_out, states, aux_layers, job.recipe, job.work, job.begin_work
+        )
     if not processes.is_first:
         processes.end()
         return None
@@ -109,7 +111,14 @@ class _Target:
 
     def states(self) -> Compute:
         """Return what computes hidden states."""
-        return self.llm().hidden_states
+        llm = self.llm()
+
+        def compute(texts: list[list[int]], layers: tuple[int, ...]) -> Sequence[torch.Tensor]:
+            states = llm.hidden_states(texts, layers)
+            assert isinstance(states, list), "of several texts"
+            return states
+
+        return compute
 
     def close(self) -> None:
         """Let go of it."""

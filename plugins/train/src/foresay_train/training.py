@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from foresay.core.errors import ConfigError
 from foresay.core.training import TrainableDrafter, TrainingBatch
 from foresay.core.worker.linear import computes_natively
 from foresay_train.packing import Batches, pack
@@ -76,10 +78,13 @@ def train(
     aux_layers: Sequence[int],
     recipe: Recipe,
     folder: Path,
+    begin: Path | None = None,
 ) -> Trained:
     """Train `drafter` in place on all replies but the `held_out`; go on where a run ended.
 
-    Checkpoints and the curve lie in `folder`. Replies have two tokens or more.
+    Checkpoints and the curve lie in `folder`. Replies have two tokens or more. `begin`: the
+    `folder` of another training, whose last checkpoint's weights this one begins with. Raises
+    `ConfigError` if they do not fit.
     """
     assert isinstance(drafter, nn.Module)
     apart = set(held_out)
@@ -123,8 +128,11 @@ def train(
     curve = _Curve(folder / CURVE, data.num_reply_tokens() / max(1, len(data)))
     if arguments.process_index == 0:
         curve.keep_until(0 if last is None else int(last.rsplit("-", 1)[1]))
+    module = _Module(drafter)
+    if last is None and begin is not None:
+        _load(module, begin)
     trainer = _Trainer(
-        model=_Module(drafter),
+        model=module,
         args=arguments,
         train_dataset=data,
         data_collator=_collated,
@@ -141,6 +149,23 @@ def train(
         num_steps=trainer.state.global_step,
         curve=curve.points,
     )
+
+
+def _load(module: nn.Module, begin: Path) -> None:
+    """Set a module's parameters to those of another training's last checkpoint."""
+    folder = begin / CHECKPOINTS
+    last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    if last is None:
+        raise ConfigError(f"{str(begin)!r} holds no checkpoint of a training to begin with")
+    tensors = load_file(Path(last) / "model.safetensors")
+    own = module.state_dict()
+    for name in sorted({*tensors, *own}):
+        if name not in own or name not in tensors or own[name].shape != tensors[name].shape:
+            raise ConfigError(
+                f"the checkpoint in {str(begin)!r} is of another kind of drafter, or was trained "
+                f"with other settings: {name.removeprefix('drafter.')!r} differs"
+            )
+    module.load_state_dict(tensors)
 
 
 class _Module(nn.Module):
@@ -172,8 +197,10 @@ class _Trainer(Trainer):
         model = self.accelerator.unwrap_model(self.model)
         model.eval()
         losses, hits, valid = [], [], []
-        for index in range(len(self.eval_dataset)):
-            fields = self._prepare_inputs(_collated([self.eval_dataset[index]]))
+        batches = self.eval_dataset
+        assert isinstance(batches, Batches)
+        for index in range(len(batches)):
+            fields = self._prepare_inputs(_collated([batches[index]]))
             with self.compute_loss_context_manager():
                 found = model(**fields)
             losses.append(found["loss"].double().cpu() * len(found["hits"]))
@@ -251,11 +278,23 @@ class _Curve(TrainerCallback):
         """How many reply tokens were seen after a step, on average over the batches' order."""
         return round(step * self._per_step * self._num_processes)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_keywords: Any) -> None:
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,  # noqa: ARG002  # the callback's signature
+        **_keywords: Any,
+    ) -> None:
         self._num_processes = args.world_size
         self._began, self._first_step = time.monotonic(), state.global_step
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_keywords: Any) -> None:
+    def on_train_end(
+        self,
+        args: Any,  # noqa: ARG002  # the callback's signature
+        state: Any,
+        control: Any,  # noqa: ARG002
+        **_keywords: Any,
+    ) -> None:
         seconds = time.monotonic() - self._began - self.left_out
         num_steps = state.global_step - self._first_step
         if num_steps:
