@@ -3,8 +3,8 @@
 usage: python tests/bench_suffix.py [--replies FILE.jsonl] [--limit 24] [-k 5 16] [--rounds 500]
 
 1. Cost: one new token taken, 16 drafted, at 1,000 and 8,000 tokens of context, with an empty
-   memory and with a full one (200,000 tokens), in turns; processor time. The median with a full memory and 8,000
-   tokens should be at most 3 times that with none and 1,000, else it exits 1.
+   memory and with a full one (200,000 tokens), in turns; processor time. The median with a full
+   memory and 8,000 tokens should be at most 3 times that with none and 1,000, else it exits 1.
 2. Memory: bytes a token of a full memory, and of a request's own contexts.
 3. With --replies (rows of `p`, a prompt, and `o`, its greedy reply, as token ids): the first
    `limit` of them decoded twice in one session, replayed without a model, so this is exact: every

@@ -542,7 +542,7 @@ class RemembersAll(Remembering):
 
 @caught_by(
     "a_second_request_finds_nothing_of_the_first",
-    "prompt_chunks_change_nothing",
+    "preemption_changes_nothing",
     "a_prefix_hit_changes_nothing",
     "a_mixed_batch_changes_nothing",
 )

@@ -83,8 +83,8 @@ def showcase(
         invariant = plain.stats.row_invariant and drafting.stats.row_invariant
     print(flush=True)
     print_table(
-        ["prompt", "tokens", "plain tokens/s", f"{drafting.proposer_name or 'none'} tokens/s", "speedup",
-         "mean acceptance length", "tokens per step", "ids equal"],
+        ["prompt", "tokens", "plain tokens/s", f"{drafting.proposer_name or 'none'} tokens/s",
+         "speedup", "mean acceptance length", "tokens per step", "ids equal"],
         rows,
     )  # fmt: skip
     judge_differences(different, invariant=invariant)

@@ -10,12 +10,12 @@ import pytest
 import tiny_models
 import torch
 import training_batches
-from foresay_eagle import EagleTraining, _training_needs
-from foresay_eagle.training import TrainableEagle3
 from training_batches import Text
 
 from foresay import LLM, SamplingParams
 from foresay.core.errors import ConfigError
+from foresay_eagle import EagleTraining, _training_needs
+from foresay_eagle.training import TrainableEagle3
 
 TAPS = (0, 1, 2)
 FORMS = {

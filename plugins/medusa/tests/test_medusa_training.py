@@ -10,11 +10,11 @@ import pytest
 import tiny_models
 import torch
 import training_batches
-from foresay_medusa import MedusaTraining
-from foresay_medusa.training import TrainableMedusa
 from training_batches import Text
 
 from foresay import LLM, SamplingParams
+from foresay_medusa import MedusaTraining
+from foresay_medusa.training import TrainableMedusa
 
 FORMS: dict[str, dict[str, Any]] = {
     "as they are by default": {},

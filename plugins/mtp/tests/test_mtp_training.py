@@ -9,12 +9,12 @@ import pytest
 import tiny_models
 import torch
 import training_batches
-from foresay_mtp import MTPTraining
-from foresay_mtp.training import TrainableModule
 from mtp_checkpoints import Reference
 from training_batches import Text
 
 from foresay import LLM, SamplingParams
+from foresay_mtp import MTPTraining
+from foresay_mtp.training import TrainableModule
 
 FORMS: dict[str, dict[str, Any]] = {
     "as it is by default": {},

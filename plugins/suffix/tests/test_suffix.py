@@ -6,7 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -25,14 +25,14 @@ class TestConformanceFromTheRequestAlone(ProposerConformance):
     """All rules that foresay has for proposers."""
 
     proposer_name = "suffix"
-    settings = {"max_remembered_tokens": 0}
+    settings: ClassVar = {"max_remembered_tokens": 0}
 
 
 class TestConformanceWithMemory(ProposerConformance):
     """All rules for those that remember requests, with a memory of some twenty requests."""
 
     proposer_name = "suffix"
-    settings = {"max_remembered_tokens": 300}
+    settings: ClassVar = {"max_remembered_tokens": 300}
     remembers_requests = True
 
 
@@ -162,6 +162,7 @@ def test_an_output_that_goes_on_replaces_its_beginning() -> None:
     serve(by, "b", "?", "It is a lighthouse")
     assert len(by.memory) == 1
     assert by.memory.num_tokens == len("?It is a lighthouse")
+    assert [output.count for output in by.memory._outputs.values()] == [2]
     assert draft(by, "It is a ", 5, "c", "!") == "light"
 
 

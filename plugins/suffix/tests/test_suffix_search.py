@@ -160,13 +160,13 @@ def test_a_continuation_is_what_the_definition_says(
 # --- the memory
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data(), most=st.integers(1, 60))
 def test_the_memory_holds_different_outputs_within_its_bound_and_indexes_just_those(
     data: st.DataObject, most: int
 ) -> None:
     memory = Memory(most)
-    for step in range(data.draw(st.integers(1, 30))):
+    for step in range(data.draw(st.integers(1, 20))):
         text = data.draw(st.lists(st.integers(0, 1), min_size=2, max_size=20))
         num_prompt = data.draw(st.integers(1, 3))
         name = f"r{data.draw(st.integers(0, 5))}"

@@ -37,7 +37,7 @@ class SuffixConfig(ProposerConfig):
         default=200_000,
         ge=0,
         description="Most tokens to keep of earlier requests' outputs, least recently used "
-        "outputs dropped first (about 200 bytes a token); 0: draft from the request alone.",
+        "outputs dropped first (about 250 bytes a token); 0: draft from the request alone.",
     )
 
     @field_validator("drafter")
