@@ -35,11 +35,10 @@ class Chains:
         lens = np.diff(batch.starts)
         prompts = np.asarray(batch.num_prompt_tokens)
         num_chains = lens - prompts - 1
-        key_rows, bases, key_starts = [], [], [0]
-        for start, length, prompt in zip(batch.starts, lens, prompts, strict=False):
+        key_rows, bases = [], []
+        for start, length, prompt in zip(batch.starts[:-1], lens, prompts, strict=True):
             key_rows.append(np.arange(start, start + length - 1))
             bases.append(np.arange(start + prompt - 1, start + length - 2))
-            key_starts.append(key_starts[-1] + length - 1)
         text = np.repeat(np.arange(len(lens)), num_chains)
         base = np.concatenate(bases)
         starts = np.asarray(batch.starts)
@@ -55,7 +54,7 @@ class Chains:
         self.base_positions = tensor(base - starts[text])
         self._ends = tensor(starts[text + 1] - 1)  # each chain's text's last row
         # Padded for attention: [num_texts, most rows], into the flat rows.
-        self._key_pad = tensor(_padded(np.asarray(key_starts)))
+        self._key_pad = tensor(_padded(np.concatenate(([0], np.cumsum(lens - 1)))))
         self._chain_pad = tensor(_padded(np.concatenate(([0], np.cumsum(num_chains)))))
         width = self._chain_pad.shape[1]
         place = np.concatenate([np.arange(n) for n in num_chains])
@@ -153,7 +152,8 @@ class ChainAttention(nn.Module):
         for at, (_, value) in enumerate(own_padded, num_keys):
             out = out + probs[..., at : at + 1] * value
         out = out.permute(0, 3, 1, 2, 4).reshape(num_texts, num_queries, -1)
-        return self.o_proj(chains.unpad_chains(out))
+        attended: torch.Tensor = self.o_proj(chains.unpad_chains(out))
+        return attended
 
 
 class GatedMLP(nn.Module):

@@ -103,7 +103,7 @@ def choose(
     if name is None or name == "none":
         _refuse_settings_without_proposer(speculative)
         return []
-    names = _members(name) if isinstance(name, str) else [name]
+    names: Sequence[str | type[Any]] = _members(name) if isinstance(name, str) else [name]
     specs = [plugins.resolve_proposer(member) for member in names]
     if speculative.num_speculative_tokens == 0:  # plain decoding, by way of k
         return []

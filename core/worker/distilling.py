@@ -56,7 +56,7 @@ def cross_entropy(
     target's distribution to the drafter's. Differentiable by `hidden` and the head.
     """
     is_learning = torch.is_grad_enabled()
-    loss, best = _CrossEntropy.apply(
+    loss, best = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, head.bias, probs, rows, weights, is_learning
     )
     return loss, best

@@ -70,12 +70,10 @@ class TrainableMedusa(nn.Module):
 
     def save(self, folder: Path) -> None:
         """Write the heads with the authors' names for blocks, and one `lm_head` for all."""
-        tensors = {
-            f"{head}.{layer}.linear.{kind}": getattr(linear, kind)
-            for head, layers in enumerate(self.blocks)
-            for layer, linear in enumerate(layers)  # type: ignore[arg-type]
-            for kind in ("weight", "bias")
-        }
+        tensors = {}
+        for name, value in self.blocks.state_dict().items():  # "head.layer.kind"
+            head, layer, kind = name.split(".")
+            tensors[f"{head}.{layer}.linear.{kind}"] = value
         draft_ids = self.head.draft_to_target
         config = {
             "model_type": "medusa",

@@ -12,7 +12,7 @@ class Place(NamedTuple):
 
     text: array[int]
     end: int
-    count: int = 1
+    times: int = 1
 
 
 class Continuation(NamedTuple):
@@ -51,7 +51,7 @@ def expand(
         counts: dict[int, int] = {}
         total = 0
         for i in live:
-            text, end, count = places[i]
+            text, end, times = places[i]
             at = end + offset
             if at < len(text):
                 token = text[at]
@@ -60,8 +60,8 @@ def expand(
             else:
                 continue
             nexts.append((i, token))
-            counts[token] = counts.get(token, 0) + count
-            total += count
+            counts[token] = counts.get(token, 0) + times
+            total += times
         if not nexts:
             break
         best = max(counts, key=counts.__getitem__)  # the first of several
