@@ -55,7 +55,7 @@ class TrainingLoss:
 
     A *chain* begins where an engine would draft: at each position whose next token was just
     committed, from the reply's first token on. Step j of the chain at position i predicts the token
-    at i + 2 + j.
+    at i + 2 + j. Chains come text after text; a reply of n tokens has n - 1.
     """
 
     loss: torch.Tensor  # []: what is minimised, a mean over the chains

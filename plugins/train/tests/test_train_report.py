@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from foresay.core.proposer import ProposerConfig, ProposerSpec
 from foresay.core.training import TrainingConfig
@@ -14,7 +15,7 @@ from foresay_train import card
 from foresay_train.curves import draw, ticks
 from foresay_train.job import Data, Job, Outcome
 from foresay_train.measuring import Measured
-from foresay_train.training import CurvePoint, Recipe, Trained
+from foresay_train.training import CurvePoint, Recipe, Trained, _Curve, _point
 from foresay_train.vocabulary import DraftVocabulary
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -142,3 +143,14 @@ def test_points_lie_where_the_axes_say() -> None:
 @pytest.mark.parametrize("curves", [{}, {"none": []}], ids=["no curve", "no points"])
 def test_an_empty_picture_is_one(curves: dict[str, list[CurvePoint]]) -> None:
     assert ET.fromstring(draw(curves)).findall(f"{SVG}polyline") == []  # noqa: S314  # ours
+
+
+def test_a_point_of_the_curve_counts_the_chains_that_an_engine_would_begin(tmp_path: Path) -> None:
+    # Two texts, of five chains and of two, each of two steps.
+    right = torch.tensor([[1, 0], [1, 1], [0, 1], [1, 1], [1, 0], [0, 1], [1, 0]], dtype=torch.bool)
+    point = _point(3, _Curve(tmp_path / "curve.jsonl", 10.0), 1.5, right, [5, 2])
+    # Chain 0 has one right, so chain 2 is next, which has none; chain 3 has both, and ends the
+    # text. In the second text each of the two begins, and the last can only draft one token.
+    assert point.mean_acceptance_length == pytest.approx((2 + 1 + 2 + 1 + 1) / 5)
+    assert point.acceptance == [pytest.approx(3 / 5), pytest.approx(1 / 2)]
+    assert (point.step, point.reply_tokens, point.loss) == (3, 30, 1.5)

@@ -71,7 +71,8 @@ def write(outcome: Outcome) -> str:
         "## Acceptance\n",
         _measured(outcome.measured),
         "## Curve\n",
-        "On the replies held out, a chain begun at every position; `curve.svg` draws it.\n",
+        "What an engine would accept while it gives the replies held out, with as many drafts as "
+        "there are\ncolumns; `curve.svg` draws it.\n",
         _curve(trained.curve),
     ]
     return "\n".join(parts)

@@ -6,9 +6,10 @@ neither how replies and states came about nor what kind of drafter it trains.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,8 @@ class Recipe:
 class CurvePoint:
     """What the held-out texts said at some time.
 
-    The length is that of a chain begun at every position, where an engine begins one only after
-    what it accepted: for a comparison along the way, not for the record.
+    Length and acceptance are those of an engine that gives these replies, drafting as many tokens
+    as there are steps: of the chains it would begin, each after what the one before had right.
     """
 
     step: int
@@ -196,7 +197,7 @@ class _Trainer(Trainer):
         began = time.monotonic()
         model = self.accelerator.unwrap_model(self.model)
         model.eval()
-        losses, hits, valid = [], [], []
+        losses, right, num_chains = [], [], []
         batches = self.eval_dataset
         assert isinstance(batches, Batches)
         for index in range(len(batches)):
@@ -204,10 +205,13 @@ class _Trainer(Trainer):
             with self.compute_loss_context_manager():
                 found = model(**fields)
             losses.append(found["loss"].double().cpu() * len(found["hits"]))
-            hits.append(found["hits"].cpu())
-            valid.append(found["valid"].cpu())
+            right.append((found["hits"] & found["valid"]).cpu())
+            starts, prompts = fields["starts"], fields["num_prompt_tokens"]
+            ends = zip(itertools.pairwise(starts), prompts, strict=True)
+            num_chains += [end - start - prompt - 1 for (start, end), prompt in ends]
         model.train()
-        point = _point(self.state.global_step, self.curve, losses, hits, valid)
+        loss = float(sum(losses)) / max(1, sum(num_chains))
+        point = _point(self.state.global_step, self.curve, loss, torch.cat(right), num_chains)
         if self.args.process_index == 0:
             self.curve.add(point)
         self.curve.left_out += time.monotonic() - began
@@ -220,23 +224,35 @@ class _Trainer(Trainer):
 
 
 def _point(
-    step: int,
-    curve: _Curve,
-    losses: Sequence[torch.Tensor],
-    hits: Iterable[torch.Tensor],
-    valid: Iterable[torch.Tensor],
+    step: int, curve: _Curve, loss: float, right: torch.Tensor, num_chains: Sequence[int]
 ) -> CurvePoint:
-    hit, reached = torch.cat(list(hits)), torch.cat(list(valid))
-    accepted = (hit & reached).long().cumprod(dim=1).bool()
-    # A position is reached by a chain all of whose tokens before were right.
-    before = torch.cat([torch.ones_like(accepted[:, :1]), accepted[:, :-1]], dim=1) & reached
-    counts = before.sum(dim=0).clamp(min=1)
+    """Walk through each text as an engine would.
+
+    `right` [chains of all texts, num_steps] bool: the likeliest token is the text's.
+    """
+    num_accepted = right.long().cumprod(dim=1).sum(dim=1).tolist()
+    num_steps = right.shape[1]
+    reached, accepted = [0] * num_steps, [0] * num_steps
+    num_verified = num_emitted = first = 0
+    for length in num_chains:
+        at = 0
+        while at < length:
+            count = num_accepted[first + at]
+            possible = min(num_steps, length - at)  # the text has no more tokens to draft
+            for position in range(min(count + 1, possible)):
+                reached[position] += 1
+                accepted[position] += position < count
+            num_verified += 1
+            num_emitted += min(count + 1, length - at)
+            at += count + 1
+        first += length
+    rates = (a / max(1, n) for a, n in zip(accepted, reached, strict=True))
     return CurvePoint(
         step=step,
         reply_tokens=curve.reply_tokens(step),
-        loss=float(sum(losses)) / max(1, len(hit)),
-        acceptance=[round(float(rate), 4) for rate in accepted.sum(dim=0) / counts],
-        mean_acceptance_length=round(1 + float(accepted.sum(dim=1).float().mean()), 4),
+        loss=loss,
+        acceptance=[round(rate, 4) for rate in rates],
+        mean_acceptance_length=round(num_emitted / max(1, num_verified), 4),
     )
 
 
