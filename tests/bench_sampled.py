@@ -1,7 +1,8 @@
 """Whether drawing drafts pays at temperature 1: against taking the likeliest, prompt by prompt.
 
-usage: python tests/bench_sampled.py [--model smollm2] [--proposer eagle] [--data FILE.jsonl]
-                                     [--limit N per task] [--samples 4] [--max-tokens 64]
+usage: python tests/bench_sampled.py [--model smollm2] [--proposer eagle] [--drafter DIR]
+                                     [--data FILE.jsonl] [--limit N per task] [--samples 4]
+                                     [--max-tokens 64]
 
 Every prompt is answered `samples` times each way, at temperature 1 without a seed of its own, so
 drawn drafts are verified by `block`. Printed are the mean acceptance lengths (pooled: all tokens
@@ -21,12 +22,21 @@ from foresay.core.commands.prompts import read_prompts, select, shipped
 
 
 def lengths(
-    model: str, proposer: str, prompts: list[str], samples: int, max_tokens: int, *, sample: bool
+    model: str,
+    proposer: str,
+    drafter: str | None,
+    prompts: list[str],
+    samples: int,
+    max_tokens: int,
+    *,
+    sample: bool,
 ) -> tuple[list[float], float]:
     """Return each prompt's mean acceptance length, and the pooled one."""
     params = SamplingParams(temperature=1.0, max_tokens=max_tokens, n=samples, ignore_eos=True)
     settings = {"sample": sample}
-    with LLM(model, proposer, proposer_settings=settings, max_num_seqs=16, seed=1) as llm:
+    with LLM(
+        model, proposer, drafter=drafter, proposer_settings=settings, max_num_seqs=16, seed=1
+    ) as llm:
         outs = llm.chat([[{"role": "user", "content": text}] for text in prompts], params)
         found = [out.stats.mean_acceptance_length for out in outs]
         pooled = llm.stats.mean_acceptance_length
@@ -46,6 +56,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Sampled drafts against argmax drafts.")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--proposer", default="eagle")
+    parser.add_argument("--drafter")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--limit", type=int, default=4)
     parser.add_argument("--samples", type=int, default=4)
@@ -53,7 +64,8 @@ def main() -> int:
     options = parser.parse_args()
     rows = select(read_prompts(options.data or shipped("prompts.jsonl")), None, options.limit)
     prompts = [row.text for row in rows]
-    common = (options.model, options.proposer, prompts, options.samples, options.max_tokens)
+    asked = (options.model, options.proposer, options.drafter)
+    common = (*asked, prompts, options.samples, options.max_tokens)
     drawn, drawn_pooled = lengths(*common, sample=True)
     likeliest, likeliest_pooled = lengths(*common, sample=False)
     differences = [a - b for a, b in zip(drawn, likeliest, strict=True)]
