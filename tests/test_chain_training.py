@@ -8,10 +8,10 @@ from foresay.core.training import TrainingBatch
 from foresay.core.worker.chain_training import Chains
 
 
-def chains(num_steps: int = 3) -> Chains:
+def chains() -> Chains:
     # Two texts: prompt 2 and reply 4, prompt 1 and reply 2.
     batch = TrainingBatch(torch.arange(9), (0, 6, 9), (2, 1), torch.zeros(9, 1))
-    return Chains(batch, num_steps)
+    return Chains(batch)
 
 
 def test_chains_begin_where_a_token_of_the_reply_was_just_committed() -> None:

@@ -11,13 +11,16 @@ steps 1 to j. The tokens taken in are the text's.
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import nn
 
 from foresay.core.proposer import TargetView
@@ -29,9 +32,8 @@ from foresay.core.worker.distilling import OutputHead, cross_entropy, teacher_pr
 class Chains:
     """The rows of a batch: *key rows*, all but each text's last; and those where chains begin."""
 
-    def __init__(self, batch: TrainingBatch, num_steps: int) -> None:
+    def __init__(self, batch: TrainingBatch) -> None:
         device = batch.token_ids.device
-        self.num_steps = num_steps
         lens = np.diff(batch.starts)
         prompts = np.asarray(batch.num_prompt_tokens)
         num_chains = lens - prompts - 1
@@ -287,7 +289,7 @@ class ChainDrafter(nn.Module):
 
     def forward(self, batch: TrainingBatch) -> TrainingLoss:
         """Unroll all chains of the batch."""
-        chains = Chains(batch, self.num_steps)
+        chains = Chains(batch)
         probs, probs_row = reply_probs(batch, self.head, self._argmax_share)
         tokens = batch.token_ids
         features = self.features(batch)[chains.key_rows]
@@ -346,14 +348,9 @@ def reply_probs(
 
 
 def save_drafter(
-    folder: Any, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> None:
     """Write config.json and model.safetensors, floating point in bfloat16."""
-    import json
-    from pathlib import Path
-
-    from safetensors.torch import save_file
-
     stored = {
         name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor)
         .detach()
@@ -361,6 +358,5 @@ def save_drafter(
         .contiguous()
         for name, tensor in tensors.items()
     }
-    where = Path(folder)
-    save_file(stored, str(where / "model.safetensors"), metadata={"format": "pt"})
-    (where / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(stored, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

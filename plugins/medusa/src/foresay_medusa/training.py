@@ -44,7 +44,7 @@ class TrainableMedusa(nn.Module):
 
     def forward(self, batch: TrainingBatch) -> TrainingLoss:
         """Return the heads' losses; head h counts `loss_decay` to the power of h."""
-        chains = Chains(batch, self._config.num_heads)
+        chains = Chains(batch)
         probs, probs_row = reply_probs(batch, self.head, self._config.argmax_share)
         hidden = batch.hidden_states[chains.base_rows].float()
         total = torch.zeros((), device=hidden.device)

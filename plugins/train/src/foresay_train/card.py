@@ -72,7 +72,7 @@ def write(outcome: Outcome) -> str:
         _measured(outcome.measured),
         "## Curve\n",
         "What an engine would accept while it gives the replies held out, with as many drafts as "
-        "there are\ncolumns; `curve.svg` draws it.\n",
+        "there are\ncolumns #1, #2, ...; `curve.svg` draws it.\n",
         _curve(trained.curve),
     ]
     return "\n".join(parts)
