@@ -44,6 +44,7 @@ class Facts:
     num_speculative_tokens: int
     max_context: int | None
     proposer_name: str | None
+    proposer_members: tuple[tuple[str, int], ...]
     takes_prediction: bool
     draft_slots: int
     has_proposer_kv: bool

@@ -203,6 +203,27 @@ class SpeculativeConfig(_Frozen):
         "what names a model; for a chain, by the proposer's name.",
     )
 
+    adaptive: bool = Field(
+        default=True,
+        description="Draft as much as pays, by times and acceptance measured as it goes, down to "
+        "nothing; False: always as many tokens as there may be.",
+    )
+    draft_tokens_by_batch: dict[int, int] | None = Field(
+        default=None,
+        description="Draft tokens by the number of requests in a step instead: the entry of the "
+        "largest number that is not above it.",
+    )
+
+    @field_validator("draft_tokens_by_batch")
+    @classmethod
+    def _numbers_of_requests(cls, value: dict[int, int] | None) -> dict[int, int] | None:
+        if value is not None and (not value or min(value) < 1 or min(value.values()) < 0):
+            raise ValueError(
+                f"{value!r}: expected numbers of requests from 1 on, and numbers of draft tokens "
+                "from 0 on, e.g. {1: 5, 8: 3, 32: 0}"
+            )
+        return value
+
     @field_validator("drafter", mode="before")
     @classmethod
     def _a_name_or_names(cls, value: Any) -> Any:

@@ -44,6 +44,19 @@ class SamplingData:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """How a request is to be drafted for, where that is decided by what drafts are worth.
+
+    `num_draft_tokens[m]`: the most draft tokens of member m of the chain of proposers; 0: it is not
+    asked. `min_confidence`: a draft ends where the drafter's own probability that all of it is
+    right, as far as it is known before the next token is drawn, falls below this.
+    """
+
+    num_draft_tokens: tuple[int, ...]
+    min_confidence: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class NewRequest:
     """A request the worker does not hold: new, or resumed after a preemption. Sent in full."""
 
@@ -88,6 +101,8 @@ class SchedulerOutput:
     block_ids_to_zero: list[int] = field(default_factory=list)  # before anything is written
     finished_req_ids: list[str] = field(default_factory=list)  # forget them; maybe never sent
     preempted_req_ids: list[str] = field(default_factory=list)  # forget them until sent anew
+    # How to draft, within `num_draft_tokens`; without a plan, whoever comes first drafts up to k.
+    draft_plans: dict[str, DraftPlan] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +130,8 @@ class DraftTokenIds:
     A draft whose length is not the request's `num_tokens` is dropped by the scheduler.
     `faults` counts what the core mended or survived in this call, by kind. `proposers` names who
     made each draft. `num_stored_tokens[r]`: how many leading positions of request r the proposers'
-    own KV layers hold; empty where they have none.
+    own KV layers hold; empty where they have none. `seconds` says how long each proposer that was
+    called took.
     """
 
     draft_token_ids: dict[str, list[int]]
@@ -123,3 +139,4 @@ class DraftTokenIds:
     faults: dict[str, int] = field(default_factory=dict)
     proposers: dict[str, str] = field(default_factory=dict)
     num_stored_tokens: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)

@@ -114,6 +114,10 @@ class DraftRequest:
     # Text that the caller expects as output, tokenized; usually empty. For `Needs.prediction` only.
     prediction_ids: Sequence[int] = ()
     num_prompt_tokens: int = 0  # the first of `token_ids`; what follows is output
+    # The draft ends where the drafter's probability that it is right so far, known before the next
+    # token is picked, falls below this: see `foresay.core.worker.confidence`. 0: draft k. A
+    # proposer may ignore it, but not cut a sampled draft for what was drawn: that is not exact.
+    min_confidence: float = 0.0
 
 
 class DraftSampler(Protocol):

@@ -152,6 +152,7 @@ class RemoteRunner:
         self.num_speculative_tokens = facts.num_speculative_tokens
         self.max_context = facts.max_context
         self.proposer_name = facts.proposer_name
+        self.proposer_members = facts.proposer_members
         self.takes_prediction = facts.takes_prediction
         self.draft_slots = facts.draft_slots
         self.has_proposer_kv = facts.has_proposer_kv

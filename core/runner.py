@@ -50,6 +50,10 @@ class Runner(Protocol):
         """Who drafts, "a,b" for a chain; None: nobody."""
 
     @property
+    def proposer_members(self) -> tuple[tuple[str, int], ...]:
+        """The chain of proposers: each one's name and its own most draft tokens per step."""
+
+    @property
     def takes_prediction(self) -> bool:
         """Whether a proposer drafts from the output that a caller expects."""
 

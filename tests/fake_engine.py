@@ -91,6 +91,7 @@ class FakeRunner:
         self.num_speculative_tokens = k
         self.max_context = None
         self.proposer_name = "script" if k else None
+        self.proposer_members = (("script", k),) if k else ()
         self.row_invariant = True
         self.summary = "a fake model"
         self.answer = answer
@@ -211,6 +212,7 @@ class FakeLLM(LLM):
         self.runner = runner
         self.given_plugins = plugins
         settings.setdefault("block_size", 4)
+        settings.setdefault("adaptive", False)
         super().__init__("fake", None, **settings)
 
     def _build_runner(self, plugins: PluginManager, *loaded: Any) -> Runner:

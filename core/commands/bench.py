@@ -63,6 +63,7 @@ def bench(
     ] = "none,auto",
     drafter: options.Drafter = None,
     k: options.NumDraftTokens = None,
+    adaptive: options.Adaptive = True,
     settings: options.Settings = None,
     tasks: Annotated[
         list[str] | None, typer.Option("--task", help="Only this task. Repeatable.")
@@ -123,6 +124,7 @@ def bench(
                     proposer=name.replace("+", ","),
                     drafter=each_drafter[name],
                     k=None if name == PLAIN else k,
+                    adaptive=adaptive,
                     settings=each_settings[name],
                     dtype=dtype,
                     device=device,

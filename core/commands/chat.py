@@ -55,6 +55,7 @@ def chat(
     proposer: options.ProposerName = "auto",
     drafter: options.Drafter = None,
     k: options.NumDraftTokens = None,
+    adaptive: options.Adaptive = True,
     settings: options.Settings = None,
     system: Annotated[
         str | None, typer.Option(help="The system prompt. Default: the chat template's own.")
@@ -103,6 +104,7 @@ def chat(
             proposer=name,
             drafter=drafter if own else None,
             k=k if own or name != "none" else None,
+            adaptive=adaptive,
             settings=settings if own else None,
             max_num_seqs=1,
             dtype=dtype,

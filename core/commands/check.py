@@ -219,6 +219,7 @@ def _open(subject: _Subject, *, proposer: str) -> LLM:
         plugins=subject.plugins,
         proposer=proposer,
         max_num_seqs=1,
+        adaptive=False,  # it is to be seen all the time
         **own,
         **subject.engine,
     )

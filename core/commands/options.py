@@ -40,6 +40,13 @@ NumDraftTokens = Annotated[
     int | None,
     typer.Option("-k", help="Most draft tokens a step. Default: the proposer's own."),
 ]
+Adaptive = Annotated[
+    bool,
+    typer.Option(
+        "--adaptive/--no-adaptive",
+        help="Draft as much as pays, down to nothing, by what is measured; or always up to k.",
+    ),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option(

@@ -40,6 +40,7 @@ def showcase(
     model: options.Model = "smollm2",
     proposer: options.ProposerName = "auto",
     k: options.NumDraftTokens = None,
+    adaptive: options.Adaptive = True,
     max_tokens: options.MaxTokens = 128,
     dtype: options.Dtype = "auto",
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 3,
@@ -53,7 +54,7 @@ def showcase(
         "enable_prefix_caching": False,  # every round computes its prompt
     }
     plain = options.open_llm(model, proposer="none", **common)
-    drafting = options.open_llm(model, proposer=proposer, k=k, **common)
+    drafting = options.open_llm(model, proposer=proposer, k=k, adaptive=adaptive, **common)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     rows: list[list[str]] = []
     all_plain: list[_Timed] = []

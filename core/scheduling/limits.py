@@ -86,4 +86,6 @@ def num_draft_tokens(config: SchedulerConfig, request: Request, num_tokens: int)
         k = min(k, request.num_speculative_tokens)
     if config.max_context is not None:
         k = min(k, config.max_context - num_tokens)
+    if request.draft_plan is not None:
+        k = min(k, max(request.draft_plan.num_draft_tokens))
     return max(k, 0)

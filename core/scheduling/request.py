@@ -10,7 +10,7 @@ import enum
 from collections.abc import Hashable, Sequence
 from typing import Literal, Protocol
 
-from foresay.core.messages import SamplingData
+from foresay.core.messages import DraftPlan, SamplingData
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -71,6 +71,7 @@ class Request:
     __slots__ = (
         "arrival",
         "block_ids",
+        "draft_plan",
         "extra_keys",
         "logprobs",
         "max_tokens",
@@ -113,6 +114,7 @@ class Request:
         self.extra_keys = extra_keys
 
         self.spec_token_ids: list[int] = []
+        self.draft_plan: DraftPlan | None = None  # the control's wish for its next draft
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []
         self.status = RequestStatus.WAITING

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, islice, zip_longest
 
 from foresay.core.errors import EngineError, RequestError
 from foresay.core.messages import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
@@ -72,6 +72,12 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests that wait for their first step, or for another one after a preemption."""
         return len(self._queues.waiting) + len(self._queues.preempted)
+
+    def next_requests(self) -> list[Request]:
+        """Return who may run in the next step: who runs, then who waits, as many as may run."""
+        queues = self._queues
+        waiting = chain(queues.preempted, queues.waiting.values())
+        return list(islice(chain(queues.running, waiting), self.config.max_num_seqs))
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request needs more steps."""
@@ -162,6 +168,7 @@ class Scheduler:
             scheduled_spec_decode_tokens=step.scheduled_spec_decode_tokens,
             num_output_rows=step.num_output_rows,
             num_draft_tokens=step.num_draft_tokens,
+            draft_plans=step.draft_plans,
             new_requests=step.new_requests,
             block_table_updates=step.block_table_updates(),
             block_ids_to_zero=self.blocks.take_block_ids_to_zero(),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from foresay.core.messages import BlockTableUpdate, NewRequest
+from foresay.core.messages import BlockTableUpdate, DraftPlan, NewRequest
 from foresay.core.scheduling.block_manager import BlockManager
 from foresay.core.scheduling.limits import (
     SchedulerConfig,
@@ -38,6 +38,7 @@ class StepPlan:
         self.scheduled_spec_decode_tokens: dict[str, list[int]] = {}
         self.num_output_rows: dict[str, int] = {}
         self.num_draft_tokens: dict[str, int] = {}
+        self.draft_plans: dict[str, DraftPlan] = {}
         self.new_requests: list[NewRequest] = []
         self.preempted_req_ids: list[str] = []
         # Running requests whose block table changed: how many leading blocks the worker may keep.
@@ -138,6 +139,8 @@ class StepPlan:
             k = self._reserve_lookahead(request, request.num_computed_tokens + num_new, k)
             if k:
                 self.num_draft_tokens[req_id] = k
+                if request.draft_plan is not None:
+                    self.draft_plans[req_id] = request.draft_plan
         # Optimistic; update_from_output gives back what is rejected.
         request.num_computed_tokens += num_new
         request.spec_token_ids = []

@@ -207,6 +207,7 @@ class Subject:
                 "drafter": self.drafter,
             }
         defaults = {"block_size": 4, "max_num_seqs": 8, "max_model_len": MAX_MODEL_LEN}
+        defaults["adaptive"] = False  # it is to draft in every step
         with contextlib.redirect_stderr(io.StringIO()):  # the line that says what was loaded
             return LLM(
                 self.model(model),

@@ -8,12 +8,14 @@ the past, never on a token that was drawn: a chain is as exact as its members (s
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
-from foresay.core.messages import SamplingData
+from foresay.core.messages import DraftPlan, SamplingData
 from foresay.core.proposer import DraftInput, DraftRequest, Needs
 from foresay.core.worker.capture import Capture
 from foresay.core.worker.draft_sampler import DraftProbs, DrawRequest, StepSampler
@@ -21,6 +23,8 @@ from foresay.core.worker.drafter_kv import Slots, StepKV
 from foresay.core.worker.features import MOST_PENDING, FeatureQueue
 from foresay.core.worker.kv_cache import KVCache, LayerCache
 from foresay.core.worker.proposing import GuardedProposer
+
+_NO_PLANS: Mapping[str, DraftPlan] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -46,11 +50,11 @@ class Member:
         """Whether it drafts for requests of so many tokens."""
         return self.needs.max_context is None or num_tokens < self.needs.max_context
 
-    def wants(self, request: DraftRequest, *, is_drafted: bool) -> bool:
-        """Whether it is to be called for a request in this step."""
+    def wants(self, request: DraftRequest, k: int) -> bool:
+        """Whether it is to be called for a request in this step, for `k` draft tokens or none."""
         if not self.reaches(len(request.token_ids)):
             return False
-        if request.k > 0 and not is_drafted:
+        if k > 0:
             return True
         if self.queue is None:
             return False
@@ -59,13 +63,17 @@ class Member:
         is_prompt = len(request.token_ids) <= request.num_prompt_tokens + request.num_new_tokens
         return num_pending >= MOST_PENDING or (num_pending > 0 and is_prompt)
 
-    def request(self, request: DraftRequest, *, is_drafted: bool) -> DraftRequest:
+    def request(self, request: DraftRequest, k: int, min_confidence: float) -> DraftRequest:
         """Return the request as this proposer is to see it."""
-        k = 0 if is_drafted else min(request.k, self.num_speculative_tokens)
+        k = min(k, self.num_speculative_tokens)
         if self.needs.max_context is not None:
             k = min(k, self.needs.max_context - len(request.token_ids))
-        prediction_ids = request.prediction_ids if self.needs.prediction else ()
-        return replace(request, k=k, prediction_ids=prediction_ids)
+        return replace(
+            request,
+            k=k,
+            prediction_ids=request.prediction_ids if self.needs.prediction else (),
+            min_confidence=min_confidence,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +105,7 @@ class ProposerChain:
         self.name = ",".join(member.proposer.name for member in self.members)
         self._vocab_size = vocab_size
         self._cache = cache
+        self._seconds: dict[str, float] = {}  # of each member called, not yet taken
         num_layers = 0
         for member in self.members:
             if not member.takes_features:
@@ -108,6 +117,11 @@ class ProposerChain:
             num_layers += len(member.needs.kv_layers)
             like = cache.layers[0].slots
             member.queue = FeatureQueue(member.needs, hidden_size, like.dtype, like.device)
+
+    @property
+    def limits(self) -> tuple[tuple[str, int], ...]:
+        """Each member's name and its own most draft tokens per step."""
+        return tuple((m.proposer.name, m.num_speculative_tokens) for m in self.members)
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -165,26 +179,34 @@ class ProposerChain:
         requests: Sequence[DraftRequest],
         sampling: Mapping[str, SamplingData],
         slots: Slots | None = None,
+        plans: Mapping[str, DraftPlan] = _NO_PLANS,
     ) -> dict[str, Drafted]:
         """Return the drafts by request id, without those that nobody has one for.
 
         `requests`: those of the step, also such with k = 0, whose features may be due. `sampling`:
         their sampling parameters, by id, for who samples its drafts. `slots`: where the KV of
-        their positions lies, for who has layers.
+        their positions lies, for who has layers. `plans`: what each member is to do for a request,
+        by id; without one, whoever comes first drafts up to the request's k.
         """
         drafted: dict[str, Drafted] = {}
-        for member in self.members:
+        for number, member in enumerate(self.members):
             if member.proposer.dropped:
                 continue
-            asked = [
-                member.request(request, is_drafted=request.req_id in drafted)
-                for request in requests
-                if member.wants(request, is_drafted=request.req_id in drafted)
-            ]
+            asked = []
+            for request in requests:
+                plan = plans.get(request.req_id)
+                k = 0 if request.req_id in drafted else request.k
+                if plan is not None:
+                    k = min(k, plan.num_draft_tokens[number])
+                if member.wants(request, k):
+                    confidence = 0.0 if plan is None else plan.min_confidence
+                    asked.append(member.request(request, k, confidence))
             if not asked:
                 continue
+            began = time.perf_counter()
             sampler = self._sampler(member, asked, sampling) if member.needs.sampled else None
             drafts = self._call(member, DraftInput(tuple(asked), sampler), slots)
+            self._seconds[member.proposer.name] = time.perf_counter() - began
             for row, (request, token_ids) in enumerate(zip(asked, drafts, strict=True)):
                 if token_ids:
                     probs = sampler.draft_probs(row) if sampler is not None else None
@@ -217,6 +239,11 @@ class ProposerChain:
                 member.queue.forget(req_id)
                 member.num_stored.pop(req_id, None)
             member.proposer.release(req_id)
+
+    def take_seconds(self) -> dict[str, float]:
+        """Return how long each member took that was called since this was asked last."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
 
     def take_faults(self) -> dict[str, int]:
         """Return how many faults of each kind were met since this was asked last."""

@@ -1,6 +1,7 @@
 """The autoregressive draft loop that eagle, mtp and draft models share, and how tokens are picked.
 
-Knows rows, positions and tokens. What a drafter computes of a row is the drafter's.
+Knows rows, positions and tokens. What a drafter computes of a row is the drafter's; when it is sure
+enough to go on is told by `confidence`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Protocol
 import torch
 
 from foresay.core.proposer import Draft, DraftInput, KVRows
+from foresay.core.worker.confidence import Confidence
 
 
 class DrafterModel(Protocol):
@@ -41,6 +43,7 @@ class DrafterModel(Protocol):
 class TokenPicker:
     """Draft tokens of one step's requests: the likeliest each, or drawn by the sampler.
 
+    A draft ends before its k where its confidence falls below the request's `min_confidence`.
     `draft_to_target` [draft_vocab] int64 maps draft ids to the target's; None: they are the same.
     """
 
@@ -48,12 +51,31 @@ class TokenPicker:
     sample: bool
     draft_to_target: torch.Tensor | None = None
     token_ids: list[list[int]] = field(init=False)
+    _confidence: Confidence = field(init=False)
 
     def __post_init__(self) -> None:
         self.token_ids = [[] for _ in self.batch.requests]
+        self._confidence = Confidence(self.batch.requests)
+
+    def wants(self, request: int, step: int) -> bool:
+        """Whether token number `step` of a request is to be picked, once those before it are."""
+        return self.batch.requests[request].k > step and not self._confidence.has_ended(request)
 
     def pick(self, logits: torch.Tensor, step: int, requests: Sequence[int]) -> torch.Tensor:
-        """Pick token number `step` of `requests` by `logits` [n, draft_vocab]: [n] target ids."""
+        """Pick token number `step` of `requests` by `logits` [n, draft_vocab]: [n] target ids.
+
+        For a request whose draft ends before this token, or has ended, the id returned is a legal
+        one, so that a batch can go on, and no draft.
+        """
+        going = self._confidence.going(logits, requests)
+        if going is None:
+            return self._pick(logits, step, requests)
+        ids = torch.zeros(len(requests), dtype=torch.int64, device=logits.device)
+        if going:
+            ids[going] = self._pick(logits[going], step, [requests[i] for i in going])
+        return ids
+
+    def _pick(self, logits: torch.Tensor, step: int, requests: Sequence[int]) -> torch.Tensor:
         if self.sample:
             assert self.batch.sampler is not None, "a proposer that samples declares it"
             ids = self.batch.sampler.draw(logits, step, requests, self.draft_to_target)
@@ -77,7 +99,7 @@ def draft(
     draft_to_target: torch.Tensor | None = None,
     last_rows_only: bool = False,
 ) -> Draft:
-    """Take the features of a step, then draft k tokens for each request, one after another.
+    """Take the features of a step, then draft up to k tokens for each request, one after another.
 
     `hidden` [num_rows, hidden_size] belongs to the batch's rows; None for a drafter that takes
     tokens only. `shifted`: the row at position i takes the token at i + 1, as EAGLE and MTP do, so
@@ -148,7 +170,9 @@ def go_on(
     offset: int,
     feeds_back: bool = True,
 ) -> None:
-    """Draft tokens number `step` and on, until each of the requests `drafting` has its k.
+    """Draft tokens number `step` and on, until each draft of the requests `drafting` is complete.
+
+    That is when it has its k, or ended before it by its confidence.
 
     `states` are what `model.forward` returned for the rows that predict token number `step`. The
     row that predicts token number s has the position len(token_ids) + offset + s, and takes what
@@ -159,7 +183,7 @@ def go_on(
     while drafting:
         token_ids = picker.pick(model.logits(states, step), step, drafting)
         step += 1
-        going = [i for i, index in enumerate(drafting) if requests[index].k > step]
+        going = [i for i, index in enumerate(drafting) if picker.wants(index, step)]
         if not going:
             break
         if len(going) < len(drafting):

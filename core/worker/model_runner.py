@@ -25,7 +25,7 @@ from foresay.core.messages import (
 from foresay.core.proposer import DraftRequest
 from foresay.core.worker.attention import AttentionMetadata
 from foresay.core.worker.capture import Capture
-from foresay.core.worker.chain import ProposerChain
+from foresay.core.worker.chain import Drafted, ProposerChain
 from foresay.core.worker.draft_sampler import DraftProbs
 from foresay.core.worker.hidden_states import hidden_states
 from foresay.core.worker.kv_cache import KVCache
@@ -138,6 +138,7 @@ class ModelRunner:
         self.cache = cache
         self.proposers = proposers
         self.proposer_name = proposers.name if proposers is not None else None
+        self.proposer_members = proposers.limits if proposers is not None else ()
         self.num_speculative_tokens = proposers.num_speculative_tokens if proposers else 0
         self.max_context = proposers.max_context if proposers is not None else None
         self.takes_prediction = proposers is not None and proposers.takes_prediction
@@ -244,7 +245,9 @@ class ModelRunner:
             return None
         requests = self._draft_requests(step) if step and not self.proposers.dropped else []
         sampling = {request.req_id: self._states[request.req_id].sampling for request in requests}
-        drafted = self.proposers.propose(requests, sampling, self._slots) if requests else {}
+        drafted: dict[str, Drafted] = {}
+        if step is not None and requests:
+            drafted = self.proposers.propose(requests, sampling, self._slots, step.draft_plans)
         faults = self.proposers.take_faults()  # releasing may have failed, too
         num_stored = self.proposers.num_stored(list(sampling))
         if not any(request.k for request in requests) and not faults and not num_stored:
@@ -257,6 +260,7 @@ class ModelRunner:
             faults=faults,
             proposers={req_id: draft.proposer for req_id, draft in drafted.items()},
             num_stored_tokens=num_stored,
+            seconds=self.proposers.take_seconds(),
         )
 
     def hidden_states(

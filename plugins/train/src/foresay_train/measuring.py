@@ -49,7 +49,7 @@ def measure(
 ) -> Measured:
     """Let the engine answer prompts, greedily, with the drafter as anybody would load it."""
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
-    with LLM(model, proposer, drafter=drafter, plugins=plugins, **engine) as llm:
+    with LLM(model, proposer, drafter=drafter, plugins=plugins, adaptive=False, **engine) as llm:
         fitting = [prompt for prompt in prompts if len(prompt) < llm.max_model_len]
         for output in llm.generate(fitting, params):
             if output.outputs[0].finish_reason == "error":

@@ -1,0 +1,149 @@
+"""What a step costs: seconds by rows verified, and by tokens drafted. Learned from steps that ran.
+
+Knows numbers of rows, requests and tokens, and seconds; nothing of who is accepted, or of what to
+do about it. Times on a shared machine are noisy, so that of each number of rows is the median of
+the last few, and more rows are never taken to be faster than fewer: where medians say so, they are
+pooled (isotonic regression). Between known points it is a straight line, before the first one it
+is constant, behind the last it goes on as steeply as from the first to the last.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+
+_WINDOW = 11  # times kept for each number of rows
+_FINE = 16  # numbers of rows are told apart up to this; above, those within about 6 % are pooled
+_FIRST_BENDS = 3  # samples of a number of rows before it counts, once any has that many
+
+
+class Curve:
+    """Seconds as a function of a whole number from 0 on: samples in, a rising line out."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, _Samples] = {}
+        self._points: list[tuple[float, float]] | None = None  # None: to be made anew
+
+    def add(self, x: int, seconds: float) -> None:
+        """Take a measured time."""
+        samples = self._samples.setdefault(_bucket(x), _Samples())
+        samples.xs.append(x)
+        samples.seconds.append(seconds)
+        self._points = None
+
+    def num_samples(self, x: int) -> int:
+        """Return how many times are known for `x`, or for a number that is pooled with it."""
+        samples = self._samples.get(_bucket(x))
+        return 0 if samples is None else len(samples.seconds)
+
+    def at(self, x: float) -> float | None:
+        """Return the seconds at `x`; None: nothing is known."""
+        points = self.points()
+        if not points:
+            return None
+        (first_x, first), (last_x, last) = points[0], points[-1]
+        if x <= first_x:
+            return first
+        if x >= last_x:
+            slope = (last - first) / (last_x - first_x) if last_x > first_x else 0.0
+            return last + slope * (x - last_x)
+        for (low_x, low), (high_x, high) in pairwise(points):
+            if x <= high_x:
+                return low + (high - low) * (x - low_x) / (high_x - low_x)
+        raise AssertionError("x lies between the first and the last point")
+
+    def points(self) -> list[tuple[float, float]]:
+        """Return the line's corners (x, seconds), both rising."""
+        if self._points is None:
+            counted = [s for s in self._samples.values() if len(s.seconds) >= _FIRST_BENDS]
+            known = [
+                (sum(s.xs) / len(s.xs), median(s.seconds), len(s.seconds))
+                for s in counted or self._samples.values()
+            ]
+            self._points = _rising(sorted(known))
+        return self._points
+
+
+@dataclass(slots=True)
+class _Samples:
+    xs: deque[int] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+
+
+def _bucket(x: int) -> int:
+    """Return a number that stands for `x` and those close to it."""
+    if x <= _FINE:
+        return x
+    step = 1 << (x.bit_length() - 5)  # 16 numbers from each power of two to the next
+    return x - x % step
+
+
+def _rising(points: list[tuple[float, float, int]]) -> list[tuple[float, float]]:
+    """Pool neighbours (x, seconds, weight) until seconds nowhere fall; each keeps its x."""
+    pools: list[tuple[list[float], float, int]] = []
+    for x, seconds, weight in points:
+        xs = [x]
+        while pools and pools[-1][1] > seconds:
+            more_xs, other, other_weight = pools.pop()
+            seconds = (seconds * weight + other * other_weight) / (weight + other_weight)
+            weight += other_weight
+            xs = more_xs + xs
+        pools.append((xs, seconds, weight))
+    return [(x, seconds) for xs, seconds, _ in pools for x in xs]
+
+
+class StepCost:
+    """The cost model of an engine: its target's steps, and its proposers' drafting."""
+
+    def __init__(self) -> None:
+        self.verifying = Curve()  # by rows of the target's pass
+        self._drafting: dict[tuple[str, int], Curve] = {}  # by tokens; of a proposer and a bucket
+        self._sizes: dict[str, list[int]] = {}  # buckets of requests seen, by proposer
+        self.other = Curve()  # scheduling and committing, by requests
+
+    def add_step(self, num_rows: int, num_requests: int, execute: float, other: float) -> None:
+        """Take a step without any part of a prompt: seconds of the pass and of all around it."""
+        self.verifying.add(num_rows, execute)
+        self.other.add(num_requests, other)
+
+    def add_drafting(
+        self, proposer: str, num_requests: int, num_tokens: int, seconds: float
+    ) -> None:
+        """Take a proposer's call for `num_requests`; `num_tokens` of the longest draft."""
+        key = (proposer, _bucket(num_requests))
+        if key not in self._drafting:
+            self._drafting[key] = Curve()
+            self._sizes.setdefault(proposer, []).append(key[1])
+        self._drafting[key].add(num_tokens, seconds)
+
+    def step(self, num_rows: float, num_requests: int) -> float | None:
+        """Return the seconds of a step without drafting; None: not known yet."""
+        execute = self.verifying.at(num_rows)
+        return None if execute is None else execute + (self.other.at(num_requests) or 0.0)
+
+    def drafting(self, proposer: str, num_requests: int, num_tokens: float) -> float:
+        """Return the seconds of a proposer's call; 0 if it was never called.
+
+        For a number of requests not seen, those of the nearest one.
+        """
+        curve = self._nearest(proposer, num_requests)
+        return 0.0 if curve is None else curve.at(num_tokens) or 0.0
+
+    def knows_lengths(self, proposer: str, num_requests: int) -> bool:
+        """Return whether a proposer's calls were timed for two lengths of drafts or more."""
+        curve = self._nearest(proposer, num_requests)
+        return curve is not None and len(curve.points()) > 1
+
+    def drafting_points(self, proposer: str, num_requests: int) -> list[tuple[float, float]]:
+        """Return what is known of a proposer's calls for so many requests: tokens, seconds."""
+        curve = self._nearest(proposer, num_requests)
+        return [] if curve is None else curve.points()
+
+    def _nearest(self, proposer: str, num_requests: int) -> Curve | None:
+        sizes = self._sizes.get(proposer)
+        if not sizes:
+            return None
+        wanted = _bucket(num_requests)
+        return self._drafting[proposer, min(sizes, key=lambda size: abs(size - wanted))]
