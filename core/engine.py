@@ -18,7 +18,7 @@ from foresay.core.generation import Generation
 from foresay.core.messages import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from foresay.core.plugins import PluginManager
 from foresay.core.runner import Runner
-from foresay.core.scheduling.draft_control import BatchTable, DraftControl
+from foresay.core.scheduling.draft_control import DraftControl
 from foresay.core.scheduling.request import RequestStatus
 from foresay.core.scheduling.scheduler import RequestUpdate, Scheduler, SchedulerConfig
 from foresay.core.stats import RunStats, StepStats
@@ -50,7 +50,7 @@ class Engine:
             )
         )
         self._runner = runner
-        self._control = _control(config.speculative, runner)
+        self.control = _control(config.speculative, runner)
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._plugins = plugins
         self._generations: dict[str, Generation] = {}  # the unfinished, by the caller's id
@@ -149,8 +149,8 @@ class Engine:
         for generation in list(self._incomplete.values()):
             if generation.first.num_output_tokens or generation.first.status.is_finished:
                 self._add_other_samples(generation)
-        if self._control is not None:
-            self._control.decide(self._scheduler.next_requests())
+        if self.control is not None:
+            self.control.decide(self._scheduler.next_requests())
         scheduled = self._scheduler.schedule()
         request_ids = [self._owners[r].request_id for r in scheduled.num_scheduled_tokens]
         times.append(time.perf_counter())
@@ -178,8 +178,8 @@ class Engine:
             self._proposers |= drafts.proposers
             self._scheduler.update_draft_token_ids(drafts)
         times.append(time.perf_counter())
-        if self._control is not None:
-            self._control.add_engine_step(scheduled, drafts, times)
+        if self.control is not None:
+            self.control.add_engine_step(scheduled, drafts, times)
         self._report(request_ids, scheduled, output, updates, drafts, times)
 
     def _end_step(self) -> None:
@@ -244,8 +244,8 @@ class Engine:
             generation = self._owners[req_id]
             proposer = self._proposers.pop(req_id, self._runner.proposer_name)
             num_emitted = len(update.new_token_ids)
-            if self._control is not None:
-                self._control.add_verified(
+            if self.control is not None:
+                self.control.add_verified(
                     req_id, update.num_draft_tokens, update.num_accepted_tokens
                 )
             if not num_emitted:  # it failed
@@ -275,8 +275,8 @@ class Engine:
     def _forget_sample(self, req_id: str) -> None:
         if self._owners.pop(req_id, None) is not None:
             self._ended.append(req_id)
-            if self._control is not None:
-                self._control.forget(req_id)
+            if self.control is not None:
+                self.control.forget(req_id)
             self._proposers.pop(req_id, None)
 
     def _finish(self, generation: Generation) -> None:
@@ -319,11 +319,13 @@ class Engine:
         self._plugins.step_end(stats)
 
 
-def _control(speculative: SpeculativeConfig, runner: Runner) -> DraftControl | BatchTable | None:
-    """Return who decides how much is drafted; None: always as much as there may be."""
+def _control(speculative: SpeculativeConfig, runner: Runner) -> DraftControl | None:
+    """Return who decides how much is drafted; None: nobody drafts."""
     members = runner.proposer_members
-    if not members or not runner.num_speculative_tokens:
+    most = runner.num_speculative_tokens
+    if not members or not most:
         return None
-    if speculative.draft_tokens_by_batch is not None:
-        return BatchTable(members, speculative.draft_tokens_by_batch)
-    return DraftControl(members) if speculative.adaptive else None
+    table = speculative.draft_tokens_by_batch
+    if table is None and not speculative.adaptive:
+        table = {1: most}
+    return DraftControl(members, table)

@@ -21,6 +21,7 @@ from foresay.core.inputs import InputProcessor, Message, Prompt, engine_config
 from foresay.core.outputs import RequestOutput, StreamChunk
 from foresay.core.plugins import PluginManager
 from foresay.core.runner import Runner
+from foresay.core.scheduling.draft_control import DraftControl
 from foresay.core.stats import RunStats
 from foresay.core.text import TokenDecoder
 
@@ -190,6 +191,11 @@ class LLM:
     def stats(self) -> RunStats:
         """A copy of the figures of all requests so far."""
         return copy.deepcopy(self._stats)
+
+    @property
+    def draft_control(self) -> DraftControl | None:
+        """What steps cost and how far drafts get, as far as it is known; None: nobody drafts."""
+        return self._running_engine().control
 
     def close(self) -> None:
         """Abort what is unfinished and let go of the model. Calling it again changes nothing."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from foresay.core.messages import DraftTokenIds, SamplingData, SchedulerOutput
-from foresay.core.scheduling.draft_control import BatchTable, DraftControl
+from foresay.core.scheduling.draft_control import DraftControl
 from foresay.core.scheduling.request import Request
 
 
@@ -54,21 +54,20 @@ class World:
     def members(self) -> list[tuple[str, int]]:
         return [(drafter.name, drafter.k) for drafter in self.drafters]
 
-    def run(
-        self, control: DraftControl | BatchTable | None, requests: Sequence[Request], steps: int
-    ) -> float:
+    def run(self, control: DraftControl | None, requests: Sequence[Request], steps: int) -> float:
         """Run all requests for so many steps; return tokens per second. None: always k."""
         tokens, seconds = self.num_tokens, self.seconds
         for _ in range(steps):
             self.step(control, requests)
         return (self.num_tokens - tokens) / (self.seconds - seconds)
 
-    def step(self, control: DraftControl | BatchTable | None, requests: Sequence[Request]) -> None:
+    def step(self, control: DraftControl | None, requests: Sequence[Request]) -> None:
         if control is not None:
             control.decide(requests)
         plans = {r.req_id: self._plan(r) for r in requests if r.may_draft}
         limits = {req_id: max(plan) for req_id, plan in plans.items() if max(plan)}
         num_rows = {r.req_id: 1 for r in requests}
+        self._drafts = {r: draft for r, draft in self._drafts.items() if r in num_rows}
         accepted = {}
         for req_id, (drafter, length) in self._drafts.items():
             num_rows[req_id] += length
@@ -94,9 +93,7 @@ class World:
             )
             control.add_engine_step(scheduled, drafts, [0.0, 0.0, took, took])
 
-    def _draft(
-        self, plans: dict[str, tuple[int, ...]]
-    ) -> tuple[DraftTokenIds, dict[str, float]]:
+    def _draft(self, plans: dict[str, tuple[int, ...]]) -> tuple[DraftTokenIds, dict[str, float]]:
         self._drafts = {}
         seconds: dict[str, float] = {}
         for number, drafter in enumerate(self.drafters):

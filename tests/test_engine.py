@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from foresay.core.errors import ConfigError, EngineError, RequestError
 from foresay.core.outputs import RequestOutput, StreamChunk
+from foresay.core.scheduling.draft_control import DraftControl
 from foresay.core.stats import StepStats
 
 # -- what comes out ------------------------------------------------------------------------------
@@ -143,6 +144,7 @@ def test_a_verify_step_counts_for_the_member_of_a_chain_that_drafted() -> None:
     # As above: drafts b c d at position 1, then f ? h at 5 and h EOS ? at 7.
     llm = fake_llm(k=3, wrong=lambda position: position in (4, 6))
     llm.runner.proposer_name = "first,second"
+    llm.engine.control = DraftControl([("first", 3), ("second", 3)], {1: 3})
     llm.runner.proposer_at = lambda position: "second" if position == 5 else "first"
     (output,) = llm.generate("x", params())
     for stats in (output.stats, llm.stats):

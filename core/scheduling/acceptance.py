@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 _FIRST_GUESS = 0.75  # of a proposer that has never drafted: try it
 _GUESS_WEIGHT = 2.0  # in drafts
-_HISTORY_WEIGHT = 6.0  # how many drafts of its own a request must have to outweigh the history
-_REQUEST_MEMORY = 0.97  # what a draft still counts after the next one
-_HISTORY_MEMORY = 0.995
+_HISTORY_WEIGHT = 4.0  # how many drafts of its own a request must have to outweigh the history
+_REQUEST_MEMORY = 0.93  # what a draft still counts after the next one
+_HISTORY_MEMORY = 0.98
 
 
 class Acceptance:

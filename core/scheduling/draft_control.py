@@ -9,36 +9,32 @@ The wish is made from the past alone, before anything of the draft exists. So dr
 under every rule of verification (see `worker.rejection_sampler`), and a seeded request's text,
 which depends on no draft, stays what it is.
 
-**What is sought** is the greatest number of tokens per second of the whole batch:
-
-    sum over requests of (1 + expected accepted tokens) / (seconds of the step + of drafting)
-
-A ratio of sums is maximised by looking, for a rate r, for what maximises tokens - r * seconds,
-and putting the rate this has in the place of r, until it does not grow (Dinkelbach, 1967). For a
-given r each request decides for itself what a row costs it: the slope of the step's time.
-
-**What is not known** must be tried. At first drafts are as long as they may be, and every fourth
-step is a plain one, until both are measured; later each is tried now and then where the other is
-preferred: a proposer that is not asked, the more rarely the less it gets right; a plain step, once
-in `_PLAIN_EVERY`.
+**What is not known must be tried.** At first drafts are as long as they may be, and every fourth
+step is a plain one, until both are measured. Later what looks worse is tried now and then: not to
+draft; to draft for all; to have one request drafted for by a member that was not asked for a while.
+A trial is expected to lose some time. A small part of all time (`_FOR_TRIALS`) may be lost so, and
+is saved up: what looks nearly as good is tried often, what looks bad seldom. A member whose trial
+went well is tried again at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import combinations
+from dataclasses import dataclass
 
 from foresay.core.messages import DraftPlan, DraftTokenIds, SchedulerOutput
 from foresay.core.scheduling.acceptance import Acceptance, Rates, of_proposer, of_request
+from foresay.core.scheduling.draft_choice import Choice, Chooser, Offer, Plan
 from foresay.core.scheduling.request import Request
 from foresay.core.scheduling.step_cost import StepCost
 
 _ENOUGH = 3  # plain steps that must be known
-_LEARNING_PLAIN_EVERY = 4  # until then
-_PLAIN_EVERY = 192
-_TRY_AFTER = (8, 256)  # steps without a member: the first time, and at most
-_BEGIN_AT, _STAY_AT = 1.03, 1.0  # the gain from which drafting begins, and down to which it stays
+_LEARNING_PLAIN_EVERY = 4  # steps, until then
+_FOR_TRIALS = 0.008  # of all time
+_MOST_SAVED = 2.0  # for trials: seconds of so many steps
+_BETWEEN_TRIALS = 8  # steps, at least
+_TRIAL_TOKENS = 2  # of a draft for one request
+_BEGIN_AT = 1.02  # the gain from which drafting begins; while it goes on, no loss is enough
 _GREEDY_BELOW = 1e-5  # temperature: as `SamplingData` has it
 
 
@@ -49,8 +45,8 @@ class _Member:
     name: str
     k: int
     history: Acceptance
-    wait: int = _TRY_AFTER[0]  # steps without it until it is tried
     num_steps_idle: int = 0
+    is_promising: bool = False  # the whole of its last draft was accepted
 
 
 @dataclass(slots=True)
@@ -59,46 +55,33 @@ class _Known:
 
     acceptance: tuple[Acceptance, ...]  # by member
     asked: tuple[int, ...] = ()  # k by member, of the draft that is to be verified
-    drafter: int = -1  # which member made it; -1: nobody had one
+    drafter: int = -1  # which member made it
     num_drafted: int = 0
-
-
-@dataclass(slots=True)
-class _Offer:
-    """What a member can do for a request: by k, from 0 on, what is expected."""
-
-    tokens: list[float] = field(default_factory=lambda: [0.0])  # accepted
-    rows: list[float] = field(default_factory=lambda: [0.0])  # drafted
-    empty: float = 0.0  # the probability that it has no draft
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What is done for a request, and what is expected of it."""
-
-    num_draft_tokens: tuple[int, ...]
-    tokens: float  # accepted
-    rows: float  # drafted
-    asked: tuple[float, ...]  # by member, the probability that it is called
-    lengths: tuple[float, ...]  # by member, tokens drafted when it is called
 
 
 class DraftControl:
     """Decides for one engine; not thread-safe."""
 
-    def __init__(self, members: Sequence[tuple[str, int]], cost: StepCost | None = None) -> None:
-        """`members`: the chain's names, each with its own most draft tokens."""
-        self.cost = cost or StepCost()
+    def __init__(
+        self, members: Sequence[tuple[str, int]], table: Mapping[int, int] | None = None
+    ) -> None:
+        """`members`: the chain's names, each with its own most draft tokens.
+
+        `table`: draft tokens by the number of requests in a step, instead of what pays; the entry
+        of the largest number that is not above it counts, else the first one.
+        """
+        self.cost = StepCost()
+        self._table = None if table is None else sorted(table.items())
         self._members = [_Member(name, k, of_proposer(k)) for name, k in members]
         self._numbers = {name: number for number, (name, _) in enumerate(members)}
-        chain = range(len(self._members))
-        self._orders = [
-            order for size in range(1, len(chain) + 1) for order in combinations(chain, size)
-        ]
+        self._chooser = Chooser([name for name, _ in members], self.cost)
         self._known: dict[str, _Known] = {}
-        self._is_drafting = True  # whether the last step that could choose chose to draft
-        self._num_steps = 0  # that drafted since the last plain one
-        self._turn = 0  # whose request is the next to try a member that is not asked
+        self._is_drafting = True  # whether to draft was found to be better
+        self._num_since_plain = 0  # steps that drafted since the last that did not
+        self._num_since_trial = 0
+        self._saved = 0.0  # seconds that may be lost by trials
+        self._step_seconds = 0.0  # of the last step
+        self._turn = 0  # whose turn it is to be tried
 
     # -- What the engine tells --------------------------------------------------------------------
 
@@ -111,49 +94,41 @@ class DraftControl:
         """
         began, was_scheduled, executed, committed = times[:4]
         num_requests = len(scheduled.num_scheduled_tokens)
-        num_rows = sum(scheduled.num_scheduled_tokens.values())
         # Not with parts of prompts: there a row is another thing, and drafters take all of them in.
         is_timed = num_requests > 0 and scheduled.num_scheduled_tokens == scheduled.num_output_rows
+        seconds = {} if drafts is None else drafts.seconds
+        self._step_seconds = 0.0
         if is_timed:
+            num_rows = sum(scheduled.num_scheduled_tokens.values())
             around = was_scheduled - began + committed - executed
             self.cost.add_step(num_rows, num_requests, executed - was_scheduled, around)
+            self._step_seconds = committed - began + sum(seconds.values())
         everyone = tuple(member.k for member in self._members)
         plans = {}
         for req_id, k in scheduled.num_draft_tokens.items():
             plan = scheduled.draft_plans.get(req_id)
             wished = everyone if plan is None else plan.num_draft_tokens
             plans[req_id] = tuple(min(own, k) for own in wished)
-        made = {} if drafts is None else drafts.draft_token_ids
-        by = {} if drafts is None else drafts.proposers
-        self.add_drafts(
-            plans,
-            {
-                req_id: (by.get(req_id, self._members[0].name), len(token_ids))
-                for req_id, token_ids in made.items()
-            },
-            drafts.seconds if is_timed and drafts is not None else None,
-        )
+        self._add_drafts(plans, drafts, seconds if is_timed else {})
 
-    def add_drafts(
+    def _add_drafts(
         self,
         plans: Mapping[str, tuple[int, ...]],
-        drafts: Mapping[str, tuple[str, int]],
-        seconds: Mapping[str, float] | None,
+        drafts: DraftTokenIds | None,
+        seconds: Mapping[str, float],
     ) -> None:
-        """Take what was drafted after a step.
-
-        `plans`: k by member, of the requests drafted for; `drafts`: who drafted and how many
-        tokens, of those with a draft. `seconds` by proposer; None: they say nothing.
-        """
+        """Take what was drafted after a step. `plans`: k by member, of the requests drafted for."""
         called = [0] * len(self._members)
         longest = [0] * len(self._members)
         for req_id, asked in plans.items():
             known = self._known.get(req_id)
             if known is None:
                 continue
-            name, num_drafted = drafts.get(req_id, ("", 0))
-            known.asked, known.num_drafted = asked, num_drafted
-            known.drafter = self._numbers.get(name, -1) if num_drafted else -1
+            num_drafted = 0 if drafts is None else len(drafts.draft_token_ids.get(req_id, ()))
+            known.asked, known.num_drafted, known.drafter = asked, num_drafted, -1
+            if drafts is not None and num_drafted:
+                name = drafts.proposers.get(req_id, self._members[0].name)
+                known.drafter = self._numbers[name]
             for number, k in enumerate(asked):
                 if not k:
                     continue
@@ -166,8 +141,8 @@ class DraftControl:
                 known.asked = ()
         for number, member in enumerate(self._members):
             member.num_steps_idle = 0 if called[number] else member.num_steps_idle + 1
-            took = None if seconds is None else seconds.get(member.name)
-            if called[number] and took is not None:
+            if called[number] and member.name in seconds:
+                took = seconds[member.name]
                 self.cost.add_drafting(member.name, called[number], longest[number], took)
 
     def add_verified(self, req_id: str, num_judged: int, num_accepted: int) -> None:
@@ -180,17 +155,11 @@ class DraftControl:
             # What the scheduler cut off was not allowed.
             k = known.asked[number] if num_judged == known.num_drafted else num_judged
             self._learn(known, number, k, num_judged, num_accepted)
-            member = self._members[number]
-            # Where it is tried only now and then, success brings the next try forward.
-            low, high = _TRY_AFTER
-            if num_accepted == num_judged:
-                member.wait = max(low, member.wait // 4)
-            elif not num_accepted:
-                member.wait = min(high, member.wait * 2)
+            self._members[number].is_promising = num_accepted == num_judged
         known.asked = ()
 
     def forget(self, req_id: str) -> None:
-        """Forget a request; what its drafts said of the proposer stays."""
+        """Forget a request; what its drafts said of the proposers stays."""
         self._known.pop(req_id, None)
 
     def _learn(
@@ -202,243 +171,148 @@ class DraftControl:
     # -- What it decides --------------------------------------------------------------------------
 
     def decide(self, requests: Sequence[Request]) -> None:
-        """Set the `draft_plan` of the requests that the next step runs."""
+        """Set the `draft_plan` of the requests that may run in the next step."""
         drafting = [request for request in requests if request.may_draft]
         if not drafting:
             return
-        num_requests = len(requests)
+        if self._table is not None:
+            self._look_up(drafting, len(requests))
+            return
         histories = [member.history.rates() for member in self._members]
         offers = [self._offers(request, histories) for request in drafting]
-        if self._must_learn_plain(num_requests):
-            choices = [self._nothing] * len(drafting)
-            self._num_steps = 0
-            confidence = 0.0
-        else:
-            choices, confidence = self._best(offers, num_requests)
-            if self._num_steps % 3 == 1:
-                choices = self._learn_lengths(offers, choices)
-            self._num_steps += any(choice.rows for choice in choices)
+        choices, confidence = self._choose(offers, len(requests))
+        drafts = any(choice.rows for choice in choices)
+        self._num_since_plain = self._num_since_plain + 1 if drafts else 0
         for request, choice in zip(drafting, choices, strict=True):
+            is_greedy = request.sampling.temperature < _GREEDY_BELOW
             request.draft_plan = DraftPlan(
-                choice.num_draft_tokens,
-                confidence if request.sampling.temperature < _GREEDY_BELOW else 0.0,
+                choice.num_draft_tokens, confidence if is_greedy else 0.0
             )
-        self._try(drafting)
 
-    def expected_rate(self, num_requests: int, k: int | None = None) -> float | None:
-        """Return tokens per second for new requests at the best k, or at a given one.
+    def expected(self, num_requests: int, k: int | None = None) -> Plan | None:
+        """Return what drafting brings new requests at the best length, or at a given one.
 
         None: not enough was measured.
         """
-        offers = [[self._offer(member.history.rates(), member.k) for member in self._members]]
-        offers *= num_requests
+        own = [Offer.of(member.history.rates(), member.k) for member in self._members]
         if k is None:
-            choices, _ = self._best(offers, num_requests)
-        else:
-            everyone = tuple(min(k, member.k) for member in self._members)
-            choices = [self._chosen(offers[0], everyone)] * num_requests
-        return self._rate(choices, num_requests)
+            return self._chooser.best([own] * num_requests, num_requests)
+        return self._chooser.plan([Choice.of(own, [k] * len(own))] * num_requests, num_requests)
 
-    def _must_learn_plain(self, num_requests: int) -> bool:
-        num_known = self.cost.verifying.num_samples(num_requests)
-        every = _PLAIN_EVERY if num_known >= _ENOUGH else _LEARNING_PLAIN_EVERY
-        return self._num_steps >= every - 1
+    def rates(self, proposer: str) -> Rates:
+        """Return how far a proposer's drafts get."""
+        return self._members[self._numbers[proposer]].history.rates()
 
-    def _learn_lengths(
-        self, offers: Sequence[list[_Offer]], choices: Sequence[Choice]
-    ) -> list[Choice]:
-        """Have members draft one token each whose time is known for one length only."""
-        caps = [
-            member.k if self.cost.knows_lengths(member.name, len(choices)) else 1
-            for member in self._members
-        ]
-        return [
-            self._chosen(offer, tuple(map(min, choice.num_draft_tokens, caps)))
-            for offer, choice in zip(offers, choices, strict=True)
-        ]
+    def _look_up(self, requests: Sequence[Request], num_requests: int) -> None:
+        assert self._table is not None
+        k = self._table[0][1]
+        for number, entry in self._table:
+            if number <= num_requests:
+                k = entry
+        plan = DraftPlan(tuple(min(k, member.k) for member in self._members))
+        for request in requests:
+            self._know(request)
+            request.draft_plan = plan
 
-    @property
-    def _nothing(self) -> Choice:
-        none = (0.0,) * len(self._members)
-        return Choice((0,) * len(self._members), 0.0, 0.0, none, none)
-
-    def _offers(self, request: Request, histories: Sequence[Rates]) -> list[_Offer]:
+    def _know(self, request: Request) -> _Known:
         known = self._known.get(request.req_id)
         if known is None:
             known = _Known(tuple(of_request(member.k) for member in self._members))
             self._known[request.req_id] = known
-        own = request.num_speculative_tokens
+        return known
+
+    def _offers(self, request: Request, histories: Sequence[Rates]) -> list[Offer]:
+        known = self._know(request)
+        most = request.num_speculative_tokens
         return [
-            self._offer(acceptance.rates(history), k if own is None else min(k, own))
-            for acceptance, history, k in zip(
-                known.acceptance, histories, (m.k for m in self._members), strict=True
+            Offer.of(acceptance.rates(history), member.k if most is None else min(member.k, most))
+            for acceptance, history, member in zip(
+                known.acceptance, histories, self._members, strict=True
             )
         ]
 
-    @staticmethod
-    def _offer(rates: Rates, k: int) -> _Offer:
-        offer = _Offer()
-        there = held = 1.0
-        for place in range(k):
-            there *= rates.there[place]
-            held *= rates.accepted[place]
-            offer.rows.append(offer.rows[-1] + there)
-            offer.tokens.append(offer.tokens[-1] + held)
-        offer.empty = 1 - rates.there[0] if k else 1.0
-        return offer
-
-    def _best(
-        self, offers: Sequence[list[_Offer]], num_requests: int
-    ) -> tuple[list[Choice], float]:
-        """Return each request's choice, and the confidence below which its draft should end."""
-        nothing = [self._nothing] * len(offers)
-        plain = self._rate(nothing, num_requests)
+    def _choose(
+        self, offers: Sequence[list[Offer]], num_requests: int
+    ) -> tuple[Sequence[Choice], float]:
+        """Return what to do for each request, and below which confidence a draft should end."""
+        nothing = [Choice.of(offer, [0] * len(offer)) for offer in offers]
+        plain = self._chooser.plan(nothing, num_requests)
         if plain is None:  # at the very start
-            return [self._chosen(offer, tuple(m.k for m in self._members)) for offer in offers], 0.0
-        rate, choices, row = plain, nothing, 0.0
-        for _ in range(4):
-            num_rows = num_requests + sum(choice.rows for choice in choices)
-            row = self._row_seconds(num_rows, num_requests)
-            tried = self._choose(offers, rate, row)
-            found = self._rate(tried, num_requests) or 0.0
-            if found <= rate * 1.001:
-                break
-            rate, choices = found, tried
-        if choices is nothing:
-            # The slope at a plain step's rows may hide what lies farther.
-            tried = [self._chosen(offer, tuple(m.k for m in self._members)) for offer in offers]
-            found = self._rate(tried, num_requests) or 0.0
-            if found > rate:
-                rate, choices = found, tried
-        self._is_drafting = rate >= plain * (_STAY_AT if self._is_drafting else _BEGIN_AT)
-        if not self._is_drafting or choices is nothing:
+            return [Choice.of(offer, [m.k for m in self._members]) for offer in offers], 0.0
+        learnt = self.cost.verifying.num_samples(num_requests) >= _ENOUGH
+        if not learnt and self._num_since_plain >= _LEARNING_PLAIN_EVERY - 1:
             return nothing, 0.0
-        return choices, min(rate * (row + self._token_seconds(choices)), 0.9)
+        found = self._chooser.best(offers, num_requests)
+        if found is None:
+            return nothing, 0.0
+        gain = found.rate / plain.rate
+        self._is_drafting = gain >= (1.0 if self._is_drafting else _BEGIN_AT)
+        best, other = (found, plain) if self._is_drafting else (plain, found)
+        trial = self._trial(offers, best, other, num_requests) if learnt else None
+        chosen = trial or best
+        if chosen is plain:
+            return nothing, 0.0
+        choices = chosen.choices
+        if chosen is found and self._num_since_plain % 3 == 1:
+            choices = self._short(offers, choices)
+        return choices, self._chooser.confidence(found)
 
-    def _choose(self, offers: Sequence[list[_Offer]], rate: float, row: float) -> list[Choice]:
-        """Return what is best for each request if a second is worth `rate` tokens.
+    def _short(self, offers: Sequence[list[Offer]], choices: Sequence[Choice]) -> Sequence[Choice]:
+        """Have members draft one token each whose time is known for one length only."""
+        most = [
+            member.k if self.cost.knows_lengths(member.name, len(choices)) else 1
+            for member in self._members
+        ]
+        if all(k == member.k for k, member in zip(most, self._members, strict=True)):
+            return choices
+        return [
+            Choice.of(offer, [*map(min, choice.num_draft_tokens, most)])
+            for offer, choice in zip(offers, choices, strict=True)
+        ]
 
-        `row`: what a row more takes.
-        """
-        share = max(1, len(offers))
-        calls = [self._call(number, share) for number in range(len(self._members))]
-        chosen = []
-        for offer in offers:
-            best, best_gain = self._nothing, 0.0
-            for order in self._orders:
-                ks = [0] * len(self._members)
-                gain, reached = 0.0, 1.0
-                for number in order:
-                    first, each = calls[number]
-                    own = offer[number]
-                    # Every token drafted takes its time, and its row.
-                    values = [
-                        tokens - rate * (row * rows + (each * rows + first) / share)
-                        for tokens, rows in zip(own.tokens[1:], own.rows[1:], strict=True)
-                    ]
-                    if not values:
-                        continue
-                    value = max(values)
-                    ks[number] = values.index(value) + 1
-                    gain += reached * value
-                    reached *= own.empty
-                if gain > best_gain:
-                    best, best_gain = self._chosen(offer, tuple(ks)), gain
-            chosen.append(best)
-        return chosen
-
-    @staticmethod
-    def _chosen(offer: Sequence[_Offer], ks: tuple[int, ...]) -> Choice:
-        tokens = rows = 0.0
-        reached = 1.0
-        asked, lengths = [], []
-        for own, k in zip(offer, ks, strict=True):
-            k = min(k, len(own.tokens) - 1)
-            tokens += reached * own.tokens[k]
-            rows += reached * own.rows[k]
-            asked.append(reached if k else 0.0)
-            lengths.append(own.rows[k])
-            if k:
-                reached *= own.empty
-        return Choice(ks, tokens, rows, tuple(asked), tuple(lengths))
-
-    def _rate(self, choices: Sequence[Choice], num_requests: int) -> float | None:
-        """Return tokens per second of a step with these choices and the drafting before it."""
-        num_rows = num_requests + sum(choice.rows for choice in choices)
-        seconds = self.cost.step(num_rows, num_requests)
-        if seconds is None:
+    def _trial(
+        self, offers: Sequence[list[Offer]], best: Plan, other: Plan, num_requests: int
+    ) -> Plan | None:
+        """Return a plan worth trying in the place of the best one, if it is time for that."""
+        seconds = self._step_seconds or best.seconds
+        self._saved = min(self._saved + _FOR_TRIALS * seconds, _MOST_SAVED * seconds)
+        self._num_since_trial += 1
+        missing = [
+            number
+            for number, member in enumerate(self._members)
+            if member.num_steps_idle >= _BETWEEN_TRIALS
+            or (member.num_steps_idle and not any(c.asked[number] for c in best.choices))
+        ]
+        again = any(self._members[number].is_promising for number in missing)
+        if not again and self._num_since_trial < _BETWEEN_TRIALS:
             return None
-        for number, member in enumerate(self._members):
-            called = sum(choice.asked[number] for choice in choices)
-            if called:
-                longest = max(choice.lengths[number] for choice in choices)
-                took = self.cost.drafting(member.name, max(1, round(called)), longest)
-                seconds += took * min(1.0, called)
-        return (num_requests + sum(choice.tokens for choice in choices)) / seconds
+        trials = [other, *self._single_trials(offers, missing, num_requests)]
+        for number in range(len(trials)):
+            trial = trials[(number + self._turn) % len(trials)]
+            lost = max(trial.seconds - trial.tokens / best.rate, 0.0)
+            if lost <= self._saved or (again and trial is not other and self._saved > -seconds):
+                self._saved -= lost
+                self._num_since_trial = 0
+                self._turn += number + 1
+                for member in self._members:
+                    member.is_promising = False
+                return trial
+        return None
 
-    def _row_seconds(self, num_rows: float, num_requests: int) -> float:
-        """Return what a row more takes: the slope from a plain step to at least a row each."""
-        most = max(num_rows, num_requests * 2.0)
-        plain, full = self.cost.step(num_requests, num_requests), self.cost.step(most, num_requests)
-        assert plain is not None
-        assert full is not None
-        return (full - plain) / (most - num_requests)
-
-    def _call(self, number: int, num_requests: int) -> tuple[float, float]:
-        """Return a member's seconds for a call, and those for each token more."""
-        member = self._members[number]
-        first = self.cost.drafting(member.name, num_requests, 0)
-        full = self.cost.drafting(member.name, num_requests, member.k)
-        return first, (full - first) / member.k
-
-    def _token_seconds(self, choices: Sequence[Choice]) -> float:
-        """Return what a draft token more takes a request, drafting apart from verifying."""
-        most = 0.0
-        for number in range(len(self._members)):
-            called = sum(choice.asked[number] for choice in choices)
-            if called:
-                most = max(most, self._call(number, max(1, round(called)))[1] / max(1.0, called))
-        return most
-
-    def _try(self, requests: Sequence[Request]) -> None:
-        """Have a member that nobody asks draft for one request, if its time has come."""
-        for number, member in enumerate(self._members):
-            if member.num_steps_idle < member.wait:
-                continue
-            self._turn += 1
-            request = requests[self._turn % len(requests)]
-            plan = request.draft_plan
-            assert plan is not None
-            ks = tuple(member.k if m == number else 0 for m in range(len(self._members)))
-            request.draft_plan = DraftPlan(ks, plan.min_confidence)
-            member.num_steps_idle = 0
-            return
-
-
-class BatchTable:
-    """The number of draft tokens by the number of requests in a step, as somebody fixed it."""
-
-    def __init__(self, members: Sequence[tuple[str, int]], table: Mapping[int, int]) -> None:
-        """`table`: the entry of the largest number of requests not above a step's holds."""
-        self._members = members
-        self._table = sorted(table.items())
-
-    def decide(self, requests: Sequence[Request]) -> None:
-        """Set the `draft_plan` of the requests that the next step runs."""
-        k = next((k for number, k in reversed(self._table) if number <= len(requests)), None)
-        if k is None:
-            k = self._table[0][1]
-        plan = DraftPlan(tuple(min(k, own) for _, own in self._members))
-        for request in requests:
-            request.draft_plan = plan
-
-    def add_engine_step(
-        self, scheduled: SchedulerOutput, drafts: DraftTokenIds | None, times: Sequence[float]
-    ) -> None:
-        """Take a step that ran: it changes nothing."""
-
-    def add_verified(self, req_id: str, num_judged: int, num_accepted: int) -> None:
-        """Take how a request's draft did: it changes nothing."""
-
-    def forget(self, req_id: str) -> None:
-        """Forget a request: nothing is known of it."""
+    def _single_trials(
+        self, offers: Sequence[list[Offer]], members: Sequence[int], num_requests: int
+    ) -> list[Plan]:
+        """Return for each of some members a plan in which it alone drafts, for one request."""
+        found = []
+        for number in members:
+            k = min(_TRIAL_TOKENS, self._members[number].k)
+            ks = [k if number == other else 0 for other in range(len(self._members))]
+            which = self._turn % len(offers)
+            choices = [
+                Choice.of(offer, ks if request == which else [0] * len(ks))
+                for request, offer in enumerate(offers)
+            ]
+            plan = self._chooser.plan(choices, num_requests)
+            if plan is not None:
+                found.append(plan)
+        return found
