@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     import torch
 
 
+__all__ = ["DraftControl", "Engine"]
+
+
 class Engine:
     """Steps over all unfinished requests, whoever waits for them. Not thread-safe."""
 

@@ -14,14 +14,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from foresay.core.config import SamplingParams
-from foresay.core.engine import Engine
+from foresay.core.engine import DraftControl, Engine
 from foresay.core.errors import ConfigError, EngineError, RequestError
 from foresay.core.generation import Generation, make_generation
 from foresay.core.inputs import InputProcessor, Message, Prompt, engine_config
 from foresay.core.outputs import RequestOutput, StreamChunk
 from foresay.core.plugins import PluginManager
 from foresay.core.runner import Runner
-from foresay.core.scheduling.draft_control import DraftControl
 from foresay.core.stats import RunStats
 from foresay.core.text import TokenDecoder
 

@@ -116,6 +116,7 @@ def main() -> int:
             with LLM(
                 model=options.model, proposer=proposer, drafter=str(folder), plugins=plugins,
                 num_speculative_tokens=k, max_num_seqs=1, enable_prefix_caching=False,
+                adaptive=False,
             ) as llm:  # fmt: skip
                 params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
                 llm.generate(prompts[0], SamplingParams(temperature=0.0, max_tokens=8))

@@ -53,6 +53,7 @@ def run(model: str, proposer: str, drafter: str | None, num_requests: int) -> tu
     with LLM(
         model=model, proposer=proposer, drafter=drafter, block_size=4, num_blocks=NUM_BLOCKS,
         max_model_len=100, max_num_seqs=8, num_speculative_tokens=3,
+        adaptive=False,
     ) as llm:  # fmt: skip
         for start in range(0, num_requests, 20):
             prompts = [

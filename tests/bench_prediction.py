@@ -348,7 +348,7 @@ def decode(model: str, tasks: Sequence[Task], k: int, max_tokens: int, repeats: 
 
     common: dict[str, Any] = {"model": model, "enable_prefix_caching": False}
     plain = LLM(proposer=None, **common)
-    drafting = LLM(proposer="ngram", num_speculative_tokens=k, **common)
+    drafting = LLM(proposer="ngram", num_speculative_tokens=k, **common, adaptive=False)
     names = ["plain", "ngram", "+prediction"]
     print(f"\n{model}, k={k}: tokens per second, and tokens per step")
     print(f"{'task':9} {'tokens':>6}", *(f"{name:>12}" for name in names), "  steps: ngram -> +")

@@ -35,7 +35,13 @@ def lengths(
     params = SamplingParams(temperature=1.0, max_tokens=max_tokens, n=samples, ignore_eos=True)
     settings = {"sample": sample}
     with LLM(
-        model, proposer, drafter=drafter, proposer_settings=settings, max_num_seqs=16, seed=1
+        model,
+        proposer,
+        drafter=drafter,
+        proposer_settings=settings,
+        max_num_seqs=16,
+        seed=1,
+        adaptive=False,
     ) as llm:
         outs = llm.chat([[{"role": "user", "content": text}] for text in prompts], params)
         found = [out.stats.mean_acceptance_length for out in outs]

@@ -105,6 +105,7 @@ def share_of_step(options: argparse.Namespace, proposer: Any, prompt: str, **par
             dtype=options.dtype,
             plugins=plugins,
             enable_prefix_caching=False,
+            adaptive=False,
         ) as llm:
             settings = SamplingParams(max_tokens=options.steps, ignore_eos=True, **params)
             messages = [{"role": "user", "content": prompt}]

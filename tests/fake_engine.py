@@ -235,6 +235,7 @@ class FakeLLM(LLM):
         engine = self.engine
         left = (engine._generations, engine._owners, engine._incomplete, engine._proposers)
         assert left == ({}, {}, {}, {})
+        assert engine.control is None or not engine.control._known
 
 
 def fake_llm(

@@ -47,6 +47,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "chunk": (8, None),
     "pool": ("ample", "small"),
     "prefix": ("cold", "warm", "off"),
+    "adaptive": (False, True),
 }
 
 
@@ -60,6 +61,7 @@ class Condition:
     chunk: int | None
     pool: str
     prefix: str
+    adaptive: bool = False
 
     @property
     def possible(self) -> bool:
@@ -160,6 +162,7 @@ def run(
         num_blocks=num_blocks,
         max_model_len=longest + 1,
         enable_prefix_caching=condition.prefix != "off",
+        adaptive=condition.adaptive,
         **settings,
     )
     asked = [*prompts, *prompts[:num_seeded]]

@@ -368,6 +368,7 @@ def test_any_mix_of_requests_gives_what_each_alone_should_give(data: st.DataObje
         max_num_batched_tokens=max_num_seqs * (1 + k) + 3,
         chunked_prefill_size=data.draw(st.sampled_from([None, 1, 3]), label="chunk"),
         enable_prefix_caching=data.draw(st.booleans(), label="prefix cache"),
+        adaptive=data.draw(st.booleans(), label="adaptive"),
     )
     each = [
         params(max_tokens, stop=stop, min_tokens=min_tokens, n=n, logprobs=n)

@@ -45,7 +45,7 @@ def run(model: Any, asked: list[list[int]], *, rounds: int = 1, **settings: Any)
         expected = [output.outputs[0].token_ids for output in plain.generate(asked, params)]
     Tracker.made.clear()
     settings = {"proposer": Tracker, "strict": True, "max_model_len": 100, **settings}
-    with LLM(model=model, **settings) as llm:
+    with LLM(model=model, **settings, adaptive=False) as llm:
         for _ in range(rounds):
             found = llm.generate(asked, params)
             assert [output.outputs[0].token_ids for output in found] == expected
@@ -76,7 +76,7 @@ def test_each_position_is_handed_over_once_and_its_kv_is_kept(
 def test_a_shared_block_is_a_hit_only_before_the_token_it_was_stored_before(model: Any) -> None:
     common = list(range(3, 35))
     params = SamplingParams(temperature=0.0, max_tokens=2)
-    with LLM(model=model, proposer=Tracker, strict=True, block_size=4) as llm:
+    with LLM(model=model, proposer=Tracker, strict=True, block_size=4, adaptive=False) as llm:
         cached = []
         for after in ([90, 91, 92, 93, 94, 95], [80, 81, 82, 83, 84], [80, 81, 82, 83, 84, 85]):
             llm.generate(common + after, params)
@@ -105,7 +105,7 @@ def test_a_prefix_hit_is_used_to_its_last_block(model: Any) -> None:
     prompt = prompts(0)[0] + list(range(3, 40))
     params = SamplingParams(temperature=0.0, max_tokens=4)
     Tracker.made.clear()
-    with LLM(model=model, proposer=Tracker, strict=True, block_size=4) as llm:
+    with LLM(model=model, proposer=Tracker, strict=True, block_size=4, adaptive=False) as llm:
         llm.generate(prompt, params)
         assert llm.stats.num_cached_tokens == 0
         llm.generate(prompt, params)
@@ -121,7 +121,7 @@ def test_a_prefix_hit_is_used_to_its_last_block(model: Any) -> None:
 def test_what_a_request_without_drafts_left_in_the_cache_is_no_hit_for_one_with(model: Any) -> None:
     prompt = list(range(3, 60))
     params = SamplingParams(temperature=0.0, max_tokens=4)
-    with LLM(model=model, proposer=Tracker, strict=True, block_size=4) as llm:
+    with LLM(model=model, proposer=Tracker, strict=True, block_size=4, adaptive=False) as llm:
         llm.generate(prompt, params.model_copy(update={"num_speculative_tokens": 0}))
         llm.generate(prompt, params)
         assert llm.stats.num_cached_tokens == 0
@@ -144,7 +144,9 @@ def test_features_of_a_stretch_without_drafts_come_in_time(
 
 def test_blocks_and_state_are_back_after_many_requests(model: Any) -> None:
     Tracker.made.clear()
-    with LLM(model=model, proposer=Tracker, strict=True, block_size=4, num_blocks=60) as llm:
+    with LLM(
+        model=model, proposer=Tracker, strict=True, block_size=4, num_blocks=60, adaptive=False
+    ) as llm:
         for seed in range(10):
             llm.generate(prompts(seed), SamplingParams(temperature=0.0, max_tokens=6))
             scheduler = llm._engine._scheduler  # type: ignore[union-attr]

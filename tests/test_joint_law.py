@@ -129,8 +129,7 @@ def play(
     with LLM(
         model=model, proposer=proposer, num_speculative_tokens=K, verification=verification,
         seed=11, max_num_seqs=500, max_num_batched_tokens=2000, max_model_len=16, block_size=16,
-        num_blocks=501,
-    ) as llm:  # fmt: skip
+        num_blocks=501, adaptive=False) as llm:  # fmt: skip
         outputs = llm.generate([PROMPT] * (NUM_REQUESTS // params.n), params)
         return outputs, llm.stats
 

@@ -48,7 +48,9 @@ def model() -> Any:
 
 
 def test_they_replace_what_the_spec_declared(model: Any) -> None:
-    with LLM(model, proposer=with_found(Needs(hidden_state=True)), strict=True) as llm:
+    with LLM(
+        model, proposer=with_found(Needs(hidden_state=True)), strict=True, adaptive=False
+    ) as llm:
         runner: Any = llm._engine._runner  # type: ignore[union-attr]
         assert (runner.has_proposer_kv, runner.draft_slots, runner.max_context) == (False, 0, None)
         assert runner.cache.proposer_layers == []
@@ -60,7 +62,7 @@ def test_they_replace_what_the_spec_declared(model: Any) -> None:
 
 
 def test_nothing_leaves_the_declared_ones(model: Any) -> None:
-    with LLM(model, proposer=with_found(None)) as llm:
+    with LLM(model, proposer=with_found(None), adaptive=False) as llm:
         runner: Any = llm._engine._runner  # type: ignore[union-attr]
         assert (runner.has_proposer_kv, runner.draft_slots, runner.max_context) == (True, 1, 30)
         assert len(runner.cache.proposer_layers) == 2
@@ -78,7 +80,7 @@ def test_they_are_checked_like_declared_ones(
     model: Any, found: Any, kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message):
-        LLM(model, proposer=with_found(found))
+        LLM(model, proposer=with_found(found), adaptive=False)
 
 
 def test_the_conformance_suite_hands_over_what_they_say(model: Any) -> None:
@@ -90,7 +92,7 @@ def test_the_conformance_suite_hands_over_what_they_say(model: Any) -> None:
         def load(self, target: TargetView) -> None:
             shown.append(target)
 
-    LLM(model, proposer=Shown).close()
+    LLM(model, proposer=Shown, adaptive=False).close()
     proposer = with_found(Needs(hidden_state=True))(ProposerConfig())
     Driver(proposer, shown[0], Changing.needs).draft(Ask("a", [5, 6, 7], 1))
     [batch] = Changing.batches

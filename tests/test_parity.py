@@ -79,6 +79,8 @@ def test_plain_decoding_gives_generates_ids(float32: Setting) -> None:
         grid.Condition("ngram", "one", 16, None, "ample", "warm"),
         grid.Condition("ngram", "one", 4, 8, "small", "cold"),
         grid.Condition("random", "one", 1, 8, "small", "warm"),
+        grid.Condition("random", "one", 4, 8, "small", "cold", adaptive=True),
+        grid.Condition("ngram", "one", 4, None, "ample", "off", adaptive=True),
         grid.Condition("all-eos", "each", 4, None, "ample", "off"),
         grid.Condition("raising", "one", 16, 8, "ample", "cold"),
         grid.Condition("out-of-range", "one", 4, None, "small", "off"),

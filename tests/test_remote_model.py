@@ -61,7 +61,7 @@ def test_a_real_worker_gives_the_inline_workers_outputs(
     ended: list[int] = []
     manager = PluginManager.load()
     manager.register(observer(on_request=lambda output: ended.append(os.getpid())), "observing")
-    settings: dict[str, Any] = {"proposer": "ngram", "chunked_prefill_size": 16}
+    settings: dict[str, Any] = {"proposer": "ngram", "chunked_prefill_size": 16, "adaptive": False}
     with (
         LLM(folder, **settings) as inline,
         LLM(folder.name, worker="process", plugins=manager, **settings) as remote,
@@ -198,6 +198,10 @@ class RecordedLLM(LLM):
         return self.recorder
 
 
+def timeless(answer: Any) -> Any:
+    return dataclasses.replace(answer, seconds={}) if isinstance(answer, DraftTokenIds) else answer
+
+
 @pytest.mark.parametrize("proposer", ["ngram", "adversaries:TooLong", "ngram,adversaries:Drawing"])
 def test_a_runs_messages_are_plain_and_give_the_same_answers_to_a_new_worker(
     proposer: str, folder: Path
@@ -223,7 +227,7 @@ def test_a_runs_messages_are_plain_and_give_the_same_answers_to_a_new_worker(
         for name, down, up in llm.recorder.calls:
             call, answer = pickle.loads(down), pickle.loads(up)  # noqa: S301
             faults |= {*not_plain(call, name), *not_plain(answer, f"{name}'s answer")}
-            assert getattr(runner, name)(call) == answer
+            assert timeless(getattr(runner, name)(call)) == timeless(answer)
         assert faults == set()
         assert len(llm.recorder.calls) > 40
 

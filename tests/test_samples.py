@@ -297,7 +297,7 @@ def texts(
     **settings: object,
 ) -> list[list[list[int]]]:
     settings = {"max_model_len": 64, "num_blocks": 64, "proposer": None, **settings}
-    with LLM(model=model, **settings) as llm:  # type: ignore[arg-type]
+    with LLM(model=model, **settings, adaptive=False) as llm:  # type: ignore[arg-type]
         outputs = llm.generate([list(prompt) for prompt in prompts], params)
         llm._running_engine()._scheduler.check_integrity()
     return [[each.token_ids for each in output.outputs] for output in outputs]

@@ -99,7 +99,12 @@ def test_the_engine_survives_a_thousand_failures(
     num_events = 0
     for verification in ("auto", "block", "rejection"):
         with LLM(
-            model=model, proposer=Hostile, verification=verification, max_model_len=64, **settings
+            model=model,
+            proposer=Hostile,
+            verification=verification,
+            max_model_len=64,
+            **settings,
+            adaptive=False,
         ) as llm:
             engine: Any = llm._engine
             monkeypatch.setattr(

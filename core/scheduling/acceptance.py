@@ -74,6 +74,11 @@ def of_proposer(k: int) -> Acceptance:
     return Acceptance(k, _HISTORY_MEMORY, _GUESS_WEIGHT)
 
 
+def of_all(k: int) -> Acceptance:
+    """Return the empty record of a proposer in which all drafts count the same."""
+    return Acceptance(k, 1.0, _GUESS_WEIGHT)
+
+
 def of_request(k: int) -> Acceptance:
     """Return the empty record of a request that may have drafts of up to `k` tokens."""
     return Acceptance(k, _REQUEST_MEMORY, _HISTORY_WEIGHT)

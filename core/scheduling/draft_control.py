@@ -23,10 +23,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from foresay.core.messages import DraftPlan, DraftTokenIds, SchedulerOutput
-from foresay.core.scheduling.acceptance import Acceptance, Rates, of_proposer, of_request
+from foresay.core.scheduling.acceptance import Acceptance, Rates, of_all, of_proposer, of_request
 from foresay.core.scheduling.draft_choice import Choice, Chooser, Offer, Plan
 from foresay.core.scheduling.request import Request
-from foresay.core.scheduling.step_cost import StepCost
+from foresay.core.scheduling.step_cost import LONG_WINDOW, StepCost
 
 _ENOUGH = 3  # plain steps that must be known
 _LEARNING_PLAIN_EVERY = 4  # steps, until then
@@ -68,11 +68,13 @@ class DraftControl:
         """`members`: the chain's names, each with its own most draft tokens.
 
         `table`: draft tokens by the number of requests in a step, instead of what pays; the entry
-        of the largest number that is not above it counts, else the first one.
+        of the largest number that is not above it counts, else the first one. Nothing is decided
+        by what is learnt then: it is for whoever asks, and more is kept of it.
         """
-        self.cost = StepCost()
+        self.cost = StepCost() if table is None else StepCost(LONG_WINDOW)
+        history = of_proposer if table is None else of_all
         self._table = None if table is None else sorted(table.items())
-        self._members = [_Member(name, k, of_proposer(k)) for name, k in members]
+        self._members = [_Member(name, k, history(k)) for name, k in members]
         self._numbers = {name: number for number, (name, _) in enumerate(members)}
         self._chooser = Chooser([name for name, _ in members], self.cost)
         self._known: dict[str, _Known] = {}
@@ -198,6 +200,11 @@ class DraftControl:
         if k is None:
             return self._chooser.best([own] * num_requests, num_requests)
         return self._chooser.plan([Choice.of(own, [k] * len(own))] * num_requests, num_requests)
+
+    @property
+    def members(self) -> list[tuple[str, int]]:
+        """The chain's names in their order, each with its own most draft tokens."""
+        return [(member.name, member.k) for member in self._members]
 
     def rates(self, proposer: str) -> Rates:
         """Return how far a proposer's drafts get."""

@@ -2,7 +2,7 @@
 
 Knows numbers of rows, requests and tokens, and seconds; nothing of who is accepted, or of what to
 do about it. Times on a shared machine are noisy, so that of each number of rows is the median of
-the last few, and more rows are never taken to be faster than fewer: where medians say so, they are
+the last ones, and more rows are never taken to be faster than fewer: where medians say so, they are
 pooled (isotonic regression). Between known points it is a straight line, before the first one it
 is constant, behind the last it goes on as steeply as from the first to the last.
 """
@@ -10,11 +10,12 @@ is constant, behind the last it goes on as steeply as from the first to the last
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-_WINDOW = 11  # times kept for each number of rows
+_WINDOW = 11  # times kept for each number of rows: what matters is how things are now
+LONG_WINDOW = 499  # where they are to be measured
 _FINE = 16  # numbers of rows are told apart up to this; above, those within about 6 % are pooled
 _FIRST_BENDS = 3  # samples of a number of rows before it counts, once any has that many
 
@@ -22,13 +23,17 @@ _FIRST_BENDS = 3  # samples of a number of rows before it counts, once any has t
 class Curve:
     """Seconds as a function of a whole number from 0 on: samples in, a rising line out."""
 
-    def __init__(self) -> None:
+    def __init__(self, window: int = _WINDOW) -> None:
+        """`window`: how many times are kept for each number."""
+        self._window = window
         self._samples: dict[int, _Samples] = {}
         self._points: list[tuple[float, float]] | None = None  # None: to be made anew
 
     def add(self, x: int, seconds: float) -> None:
         """Take a measured time."""
-        samples = self._samples.setdefault(_bucket(x), _Samples())
+        samples = self._samples.get(_bucket(x))
+        if samples is None:
+            samples = self._samples[_bucket(x)] = _Samples.of(self._window)
         samples.xs.append(x)
         samples.seconds.append(seconds)
         self._points = None
@@ -68,8 +73,12 @@ class Curve:
 
 @dataclass(slots=True)
 class _Samples:
-    xs: deque[int] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    xs: deque[int]
+    seconds: deque[float]
+
+    @classmethod
+    def of(cls, window: int) -> _Samples:
+        return cls(deque(maxlen=window), deque(maxlen=window))
 
 
 def _bucket(x: int) -> int:
@@ -97,11 +106,13 @@ def _rising(points: list[tuple[float, float, int]]) -> list[tuple[float, float]]
 class StepCost:
     """The cost model of an engine: its target's steps, and its proposers' drafting."""
 
-    def __init__(self) -> None:
-        self.verifying = Curve()  # by rows of the target's pass
+    def __init__(self, window: int = _WINDOW) -> None:
+        """`window`: see `Curve`."""
+        self._window = window
+        self.verifying = Curve(window)  # by rows of the target's pass
         self._drafting: dict[tuple[str, int], Curve] = {}  # by tokens; of a proposer and a bucket
         self._sizes: dict[str, list[int]] = {}  # buckets of requests seen, by proposer
-        self.other = Curve()  # scheduling and committing, by requests
+        self.other = Curve(window)  # scheduling and committing, by requests
 
     def add_step(self, num_rows: int, num_requests: int, execute: float, other: float) -> None:
         """Take a step without any part of a prompt: seconds of the pass and of all around it."""
@@ -114,7 +125,7 @@ class StepCost:
         """Take a proposer's call for `num_requests`; `num_tokens` of the longest draft."""
         key = (proposer, _bucket(num_requests))
         if key not in self._drafting:
-            self._drafting[key] = Curve()
+            self._drafting[key] = Curve(self._window)
             self._sizes.setdefault(proposer, []).append(key[1])
         self._drafting[key].add(num_tokens, seconds)
 

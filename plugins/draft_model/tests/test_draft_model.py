@@ -114,7 +114,7 @@ def run(
     with LLM(target, proposer=None, **shared) as plain:
         expected = [out.outputs[0].token_ids for out in plain.generate(asked, wanted)]
     own = {"proposer": "draft_model", "block_size": 4, "strict": True, **shared, **settings}
-    with LLM(target, drafter=drafter, **own) as llm:
+    with LLM(target, drafter=drafter, **own, adaptive=False) as llm:
         for _ in range(rounds):
             assert [out.outputs[0].token_ids for out in llm.generate(asked, wanted)] == expected
         assert not llm.stats.faults
@@ -204,7 +204,7 @@ def test_a_drafter_equal_to_the_target_is_accepted(
 def test_its_draws_are_accepted_by_every_rule(verification: str, saved: Callable[..., str]) -> None:
     target = tiny()
     settings = {"drafter": saved(target), "verification": verification, "strict": True}
-    with LLM(target, proposer="draft_model", **settings) as llm:
+    with LLM(target, proposer="draft_model", **settings, adaptive=False) as llm:
         llm.generate(prompts(), [SamplingParams(temperature=0.8, top_p=0.9, max_tokens=24)] * 4)
         assert acceptance(llm.stats) >= 0.98
 
@@ -227,7 +227,9 @@ def test_a_prefix_hit_keeps_the_acceptance(saved: Callable[..., str]) -> None:
     drafter = saved(blurred(target))
     asked = [prompt * 2 for prompt in prompts(7, 24)]
     wanted = params(24, max_tokens=12)
-    with LLM(target, proposer="draft_model", drafter=drafter, strict=True, block_size=4) as llm:
+    with LLM(
+        target, proposer="draft_model", drafter=drafter, strict=True, block_size=4, adaptive=False
+    ) as llm:
         llm.generate(asked, wanted)
         first = llm.stats
         llm.generate(asked, wanted)
@@ -251,7 +253,7 @@ def test_preemptions_keep_the_acceptance(saved: Callable[..., str]) -> None:
 def test_blocks_are_back_after_many_requests(saved: Callable[..., str]) -> None:
     target = tiny()
     settings = {"drafter": saved(target), "block_size": 4, "num_blocks": 60, "strict": True}
-    with LLM(target, proposer="draft_model", **settings) as llm:
+    with LLM(target, proposer="draft_model", **settings, adaptive=False) as llm:
         for seed in range(5):
             llm.generate(prompts(seed), params(4, max_tokens=6))
             scheduler = llm._engine._scheduler  # type: ignore[union-attr]
@@ -345,7 +347,7 @@ def test_a_drafter_drafts_up_to_its_own_limit(saved: Callable[..., str], notes: 
 def test_a_drafter_runs_in_the_targets_dtype(saved: Callable[..., str]) -> None:
     target = tiny().to(torch.bfloat16)
     settings = {"drafter": saved(tiny()), "strict": True}
-    with LLM(target, proposer="draft_model", **settings) as llm:
+    with LLM(target, proposer="draft_model", **settings, adaptive=False) as llm:
         runner: Any = llm._engine._runner  # type: ignore[union-attr]
         [member] = runner.proposers.members
         assert member.proposer._proposer._loop_model.model.dtype == torch.bfloat16
@@ -368,7 +370,7 @@ def test_its_kv_layers_are_known_from_its_config_alone(tmp_path: Path) -> None:
 def test_latent_attention_stores_what_the_loaded_model_says(saved: Callable[..., str]) -> None:
     """By its config a DeepSeek has four heads of 12; what it attends with is 16 and 8 wide."""
     drafter = saved(tiny("deepseek_v3"))
-    with LLM(tiny(), proposer="draft_model", drafter=drafter, strict=True) as llm:
+    with LLM(tiny(), proposer="draft_model", drafter=drafter, strict=True, adaptive=False) as llm:
         runner: Any = llm._engine._runner  # type: ignore[union-attr]
         [member] = runner.proposers.members
         assert member.needs.kv_layers == (KVLayer(4, 16, 8),) * 3
@@ -397,14 +399,14 @@ def test_a_drafter_may_be_an_alias_or_a_registered_name(
     drafter: str, manager: PluginManager
 ) -> None:
     settings = {"drafter": drafter, "plugins": manager, "strict": True}
-    with LLM(tiny(), proposer="draft_model", **settings) as llm:
+    with LLM(tiny(), proposer="draft_model", **settings, adaptive=False) as llm:
         llm.generate(prompts(), params(4))
         assert acceptance(llm.stats) >= 0.98
 
 
 def error_of(kind: type[ForesayError], **settings: Any) -> str:
     with pytest.raises(kind) as error:
-        LLM(tiny(), proposer="draft_model", **settings)
+        LLM(tiny(), proposer="draft_model", **settings, adaptive=False)
     assert type(error.value) is kind
     return str(error.value)
 
@@ -449,7 +451,7 @@ def test_what_is_no_language_model_is_refused_before_the_target_is_loaded(
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
         with pytest.raises(ModelError) as error:
-            LLM(str(target), proposer="draft_model", drafter=str(tmp_path / name))
+            LLM(str(target), proposer="draft_model", drafter=str(tmp_path / name), adaptive=False)
         assert "proposer 'draft_model' drafts with a whole language model: " in str(error.value)
         assert reason in str(error.value)
 
@@ -464,6 +466,7 @@ def test_another_tokenizer_is_an_error_if_asked_for(saved: Callable[..., str]) -
             proposer="draft_model",
             drafter=drafter,
             proposer_settings={"vocabulary": "same"},
+            adaptive=False,
         )
     assert str(error.value) == (
         f"the draft model {drafter!r} has another tokenizer than the target: token 259 is 'Ġac' "
@@ -476,7 +479,7 @@ def test_without_tokenizers_the_vocabulary_is_taken_on_trust(
     saved: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     drafter = saved(tiny())
-    LLM(tiny(), proposer="draft_model", drafter=drafter).close()
+    LLM(tiny(), proposer="draft_model", drafter=drafter, adaptive=False).close()
     line = "; the target's vocabulary, which is taken on trust: the draft model has no tokenizer\n"
     assert (
         f"foresay: draft model {drafter} (llama, float32 on cpu, foresay's own decoder){line}"

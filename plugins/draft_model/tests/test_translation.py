@@ -97,7 +97,7 @@ def run(
     with LLM(target(), proposer=None, **shared) as plain:
         expected = [out.outputs[0].token_ids for out in plain.generate(asked, wanted)]
     own = {"drafter": drafter, "block_size": 4, "strict": True, **shared, **settings}
-    with LLM(target(), proposer="draft_model", **own) as llm:
+    with LLM(target(), proposer="draft_model", **own, adaptive=False) as llm:
         for _ in range(rounds):
             assert [out.outputs[0].token_ids for out in llm.generate(asked, wanted)] == expected
         assert not llm.stats.faults
@@ -144,7 +144,9 @@ def test_the_same_model_under_other_ids_is_accepted(
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_its_draws_are_accepted_by_every_rule(rule: str, folder: Callable[..., str]) -> None:
     settings: dict[str, Any] = {"drafter": folder(SAME_TOKENS, "equal"), "verification": rule}
-    with LLM(target(), proposer="draft_model", tokenizer=TARGET, strict=True, **settings) as llm:
+    with LLM(
+        target(), proposer="draft_model", tokenizer=TARGET, strict=True, **settings, adaptive=False
+    ) as llm:
         llm.generate(prompts(), [SamplingParams(temperature=0.8, top_p=0.9, max_tokens=24)] * 4)
         assert acceptance(llm.stats) >= 0.98
 
@@ -216,6 +218,7 @@ def test_without_a_token_in_common_it_is_refused(tmp_path: Path) -> None:
             proposer="draft_model",
             drafter=str(tmp_path),
             tokenizer=other,
+            adaptive=False,
         )
     assert str(error.value).endswith(
         "token 0 is '日本' there, and '<s>' in the target; they have no token in common"
@@ -236,7 +239,7 @@ def pool(llm: LLM) -> tuple[int, int]:
 
 def test_nothing_is_kept_of_requests_that_ended(folder: Callable[..., str]) -> None:
     settings: dict[str, Any] = {"drafter": folder(FEWER_TOKENS, "llama"), "strict": True}
-    with LLM(target(), proposer="draft_model", tokenizer=TARGET, **settings) as llm:
+    with LLM(target(), proposer="draft_model", tokenizer=TARGET, **settings, adaptive=False) as llm:
         before = pool(llm)
         assert before == (32768 // 16, 0)
         for seed in range(4):

@@ -226,7 +226,7 @@ def generate(
     """Generate; the texts, and the engine's statistics."""
     settings = {"proposer": "eagle", "strict": True, "block_size": 4, **settings}
     texts = []
-    with LLM(model=model, **settings) as llm:
+    with LLM(model=model, **settings, adaptive=False) as llm:
         for _ in range(rounds):
             outputs = llm.generate([list(p) for p in prompts], wanted or params())
             texts += [output.outputs[0].token_ids for output in outputs]
@@ -464,7 +464,7 @@ def test_a_request_beyond_the_heads_limit_is_skipped_and_others_are_not(tmp_path
     prompts = [list(range(40)), list(range(15))]
     plain, _ = generate(model, prompts, wanted, proposer=None)
     drafter = str(head.save(tmp_path))
-    with LLM(model=model, proposer="eagle", drafter=drafter, strict=True) as llm:
+    with LLM(model=model, proposer="eagle", drafter=drafter, strict=True, adaptive=False) as llm:
         long, short = llm.generate(prompts, wanted)
         assert [long.outputs[0].token_ids, short.outputs[0].token_ids] == plain
         assert long.stats.num_draft_tokens == 0
@@ -509,7 +509,7 @@ def test_a_head_with_weights_that_are_no_numbers_changes_no_text(tmp_path: Path)
 def test_memory_is_given_back(tmp_path: Path) -> None:
     head = eagle_heads.eagle3()
     settings = {"proposer": "eagle", "drafter": str(head.save(tmp_path)), "num_blocks": 70}
-    with LLM(model=llama(), strict=True, block_size=4, **settings) as llm:
+    with LLM(model=llama(), strict=True, block_size=4, **settings, adaptive=False) as llm:
         for i in range(25):
             llm.generate([[i, 3, 4], [i, 5]], SamplingParams(temperature=0.0, max_tokens=4))
         scheduler = llm._engine._scheduler  # type: ignore[union-attr]

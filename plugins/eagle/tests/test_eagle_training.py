@@ -96,7 +96,14 @@ def test_a_saved_head_drafts_as_it_was_trained(tmp_path: Path, trained: bool) ->
     head.to(torch.bfloat16).float()  # as it is stored
     head.save(tmp_path)
     reference = as_reference(head, target)
-    with LLM(target, "eagle", drafter=str(tmp_path), strict=True, num_speculative_tokens=3) as llm:
+    with LLM(
+        target,
+        "eagle",
+        drafter=str(tmp_path),
+        strict=True,
+        num_speculative_tokens=3,
+        adaptive=False,
+    ) as llm:
         drafts = drafts_of(llm, [5, 6, 7, 8])
     first = eagle_heads.reference_logits(
         reference, target, drafts.history, drafts.token_ids[:1] or [0]
@@ -144,7 +151,7 @@ def test_a_target_of_another_family_has_heads_too(tmp_path: Path) -> None:
     target = tiny_models.gpt2()
     head = TrainableEagle3(EagleTraining(aux_layers=(1, 2)), training_batches.view(target), None)
     head.save(tmp_path)
-    with LLM(target, "eagle", drafter=str(tmp_path), strict=True) as llm:
+    with LLM(target, "eagle", drafter=str(tmp_path), strict=True, adaptive=False) as llm:
         [out] = llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=8))
     with LLM(target, None) as llm:
         [plain] = llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=8))

@@ -107,7 +107,9 @@ def plain(model: Any, asked: Sequence[Any], params: Any) -> list[list[int]]:
 
 
 def medusa(model: Any, folder: Path, **settings: Any) -> LLM:
-    return LLM(model=model, proposer="medusa", drafter=str(folder), strict=True, **settings)
+    return LLM(
+        model=model, proposer="medusa", drafter=str(folder), strict=True, **settings, adaptive=False
+    )
 
 
 @pytest.mark.parametrize("make", FORMS)
@@ -318,7 +320,11 @@ def test_in_a_chain_it_drafts_where_the_first_has_nothing(
     folder, asked = known
     asked = [[5, 6, 7, 8] * 6, *asked]
     with LLM(
-        model=model, proposer="ngram,medusa", drafter={"medusa": str(folder)}, strict=True
+        model=model,
+        proposer="ngram,medusa",
+        drafter={"medusa": str(folder)},
+        strict=True,
+        adaptive=False,
     ) as llm:
         assert ids_of(llm.generate(asked, LONG)) == plain(model, asked, LONG)
         assert set(llm.stats.by_proposer) == {"ngram", "medusa"}

@@ -46,7 +46,7 @@ def model() -> Any:
 
 
 def medusa(model: Any, folder: Path) -> LLM:
-    return LLM(model=model, proposer="medusa", drafter=str(folder), strict=True)
+    return LLM(model=model, proposer="medusa", drafter=str(folder), strict=True, adaptive=False)
 
 
 # -- what is refused -----------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def test_a_model_as_heads_and_heads_as_a_model_are_refused(model: Any, tmp_path:
 
 def test_without_a_folder_it_says_what_it_needs(model: Any) -> None:
     with pytest.raises(ConfigError, match="proposer 'medusa' needs heads"):
-        LLM(model=model, proposer="medusa")
+        LLM(model=model, proposer="medusa", adaptive=False)
 
 
 def test_a_trainers_files_beside_the_heads_are_not_read(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def params(count: int, *, max_tokens: int = 12) -> list[SamplingParams]:
 def generate(model: Any, asked: list[list[int]], how: list[SamplingParams], **settings: Any) -> Any:
     """Run prompts in a strict engine; return texts and statistics."""
     settings = {"max_model_len": 100, "strict": True, "dtype": "float32", **settings}
-    with LLM(model=model, **settings) as llm:
+    with LLM(model=model, **settings, adaptive=False) as llm:
         texts = [output.outputs[0].token_ids for output in llm.generate(asked, how)]
         return texts, llm.stats
 
@@ -310,7 +310,7 @@ def test_a_prefix_hit_is_used_and_drafts_stay_the_same(
     asked, how = prompts(9, (33, 20)), params(2, max_tokens=9)
     settings = {"max_model_len": 100, "strict": True, "block_size": 4, "proposer": "mtp"}
 
-    with LLM(model=folder, **settings) as llm:
+    with LLM(model=folder, **settings, adaptive=False) as llm:
         for _ in range(2):
             llm.generate(asked, how)
         # Further on in the same texts, where what was guessed lay in the blocks once.

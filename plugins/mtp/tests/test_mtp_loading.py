@@ -173,7 +173,10 @@ def test_modules_of_two_layouts_are_refused(tmp_path: Path) -> None:
 def test_a_target_without_modules_is_told_what_was_looked_for(tmp_path: Path) -> None:
     folder = save_target(model(), tmp_path, {}, num_nextn_predict_layers=1)
 
-    with pytest.raises(ModelError) as raised, LLM(model=str(folder), proposer="mtp"):
+    with (
+        pytest.raises(ModelError) as raised,
+        LLM(model=str(folder), proposer="mtp", adaptive=False),
+    ):
         pass
 
     assert str(raised.value) == (
@@ -188,7 +191,7 @@ def test_a_target_without_modules_is_told_what_was_looked_for(tmp_path: Path) ->
 def test_a_model_object_has_no_checkpoint_to_look_into() -> None:
     with (
         pytest.raises(ConfigError, match=r"is an object without a checkpoint folder; MTP modules"),
-        LLM(model=model(), proposer="mtp"),
+        LLM(model=model(), proposer="mtp", adaptive=False),
     ):
         pass
 
@@ -237,7 +240,10 @@ def test_blocks_of_another_kind_are_refused_with_the_reason(
     folder = save_target(model(), tmp_path, tensors)
 
     message = re.escape(f"decoder blocks with {what} ({name!r})")
-    with pytest.raises(ModelError, match=message), LLM(model=str(folder), proposer="mtp"):
+    with (
+        pytest.raises(ModelError, match=message),
+        LLM(model=str(folder), proposer="mtp", adaptive=False),
+    ):
         pass
 
 
@@ -362,7 +368,7 @@ def test_embeddings_of_too_few_tokens_are_refused(tmp_path: Path) -> None:
 
     with (
         pytest.raises(ModelError, match=r"are of 100 tokens, and the target model has 160"),
-        LLM(model=model(), proposer="mtp", drafter=str(folder)),
+        LLM(model=model(), proposer="mtp", drafter=str(folder), adaptive=False),
     ):
         pass
 

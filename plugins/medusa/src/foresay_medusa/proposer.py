@@ -39,7 +39,7 @@ class MedusaProposer:
 
     @torch.inference_mode()
     def propose(self, batch: DraftInput) -> Draft:
-        """Run the first k heads on each request's newest row, and pick a token of each."""
+        """Run the first k heads on each request's newest row; pick tokens until a draft ends."""
         heads, hidden, starts = self._heads, batch.hidden_states, batch.row_starts
         assert heads is not None, "load() comes first"
         assert hidden is not None
@@ -61,6 +61,6 @@ class MedusaProposer:
             None if len(wanted) == len(ks) else torch.tensor(wanted, device=hidden.device)
             for wanted in members
         ]
-        for step, logits in enumerate(heads.logits(hidden, rows)):
+        for step, logits in enumerate(heads.logits(hidden, rows)):  # of ended drafts, too
             picker.pick(logits, step, [drafting[row] for row in members[step]])
         return Draft(picker.token_ids)

@@ -68,7 +68,7 @@ class SeveralModules:
 
     @torch.inference_mode()
     def draft(self, batch: DraftInput, *, sample: bool) -> Draft:
-        """Take the step's features, then draft k tokens for each request."""
+        """Take the step's features, then draft up to k tokens for each request."""
         assert batch.hidden_states is not None
         assert batch.kv is not None
         modules = self._modules
@@ -95,7 +95,7 @@ class SeveralModules:
             last, num_rows = {}, 0
             for member, span in zip(members, spans, strict=True):
                 num_rows += len(span)
-                if member.request.k > number:
+                if picker.wants(member.index, number):
                     last[member.index] = num_rows - 1
             drafting = list(last)
             states = out[torch.tensor(list(last.values()), dtype=torch.int64, device=device)]
