@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from foresay.core.commands.diagnosis import Expected, Speed, Timed, rate_ratio
-from foresay.core.commands.reasons import Findings, Verdict, percent
+from foresay.core.commands.reasons import Findings, Verdict, counted, listed, percent
 from foresay.core.commands.table import print_table
 from foresay.core.commands.verdict import in_words
 from foresay.core.errors import ConfigError
@@ -122,8 +123,8 @@ def _print_tables(report: Report, run: Mapping[str, Any]) -> None:
     found, economy = report.findings, report.findings.economy
     together = f", {economy.num_requests} at a time" if economy.num_requests > 1 else ""
     print(
-        f"{','.join(economy.names)} for {run['model']}: {report.num_prompts} prompts of "
-        f"{report.num_tasks} tasks{together}, up to {run['max_tokens']} tokens each"
+        f"{','.join(economy.names)} for {run['model']}: {counted(report.num_prompts, 'prompt')} of "
+        f"{counted(report.num_tasks, 'task')}{together}, up to {run['max_tokens']} tokens each"
     )
     print()
     print("what a step costs")
@@ -135,7 +136,7 @@ def _print_tables(report: Report, run: Mapping[str, Any]) -> None:
     print("how far drafts get")
     _print_acceptance(report)
     print()
-    print("what comes of it")
+    print("what comes of it, after the first token")
     print_table(
         ["draft tokens", "tokens a step", "expected", "measured", "acceptance", "break-even"],
         [_gain_row(report, k) for k in report.ks if k],
@@ -171,16 +172,18 @@ def _cost_row(report: Report, k: int) -> list[str]:
 
 def _print_acceptance(report: Report) -> None:
     most = max((len(own.num_drafts_with) for own in report.stats.by_proposer.values()), default=0)
-    steps = report.findings.num_steps
+    economy = report.findings.economy
     if not most:
-        print(f"there was no draft in {steps} steps")
+        print(f"there was no draft in {report.findings.num_steps} steps")
         return
     rows = []
     for name, own in report.stats.by_proposer.items():
         lacking = most - len(own.num_drafts_with)
-        there = [percent(count / steps) for count in own.num_drafts_with]
         accepted = [show(rate, ".0%") for rate in own.conditional_acceptance_per_position]
-        rows.append([name, "steps that have it", *there, *[""] * lacking])
+        rates = economy.rates[economy.names.index(name)]
+        # Of calls that were allowed so many tokens: counts would be of those that were not, too.
+        there = [percent(prod(rates.there[: place + 1])) for place in range(len(accepted))]
+        rows.append([name, "calls that draft it", *there, *[""] * lacking])
         rows.append(["", "accepted if reached", *accepted, *[""] * lacking])
     print_table(["", "draft token", *map(str, range(1, most + 1))], rows)
 
@@ -203,24 +206,29 @@ def _gain_row(report: Report, k: int) -> list[str]:
 def _best(report: Report) -> str:
     economy = report.findings.economy
     best = economy.best()
-    has, needed = economy.found(best.ks), economy.break_even(best.ks)
-    number = str(best.k)
+    has, speedup = economy.found(best.ks), economy.speedup(best)
+    number = counted(best.k, "draft token")
     if not _is_even(best):
-        number = ", ".join(f"{n} {k}" for n, k in zip(economy.names, best.ks, strict=True))
+        each = [f"{name} {k}" for name, k in zip(economy.names, best.ks, strict=True)]
+        number = f"{listed(each)} draft tokens"
     if has is None:
         return "best: no draft tokens, as there is no draft"
-    line = f"best: {number} draft token{'' if best.k == 1 else 's'} a step"
-    line += f", {economy.speedup(best):.2f}x expected; {has:.0%} of draft tokens are accepted"
-    if needed is None:
-        return f"{line}, and to accept all would not pay"
-    return f"{line}, it pays from {needed:.0%}"
+    line = f"best: {number} a step, {speedup:.2f}x expected; {has:.0%} of draft tokens are accepted"
+    paying = best if speedup >= 1 else economy.easiest()
+    if paying is None:
+        return f"{line}, and if all were it would not pay"
+    needed = show(economy.break_even(paying.ks), ".0%")
+    if paying.ks == best.ks:
+        return f"{line}, it pays from {needed}"
+    return f"{line}, {counted(paying.k, 'token')} would pay from {needed}"
 
 
 def _measured(report: Report) -> str:
     own: Speed | None = report.findings.measured
     if own is None:
         return "n/a"
-    spread = f"{own.least:.2f}x to {own.most:.2f}x in {report.num_pairs} pairs of runs"
+    pairs = counted(report.num_pairs, "pair")
+    spread = f"{own.least:.2f}x to {own.most:.2f}x in {pairs} of runs"
     share = percent(report.findings.prompt_share)
     return f"{own.median:.2f}x ({spread}; the prompts included, {share} of plain decoding's time)"
 

@@ -33,6 +33,7 @@ SLOWER = 0.97
 _CLEARLY = 1.1  # of a task
 _LOW = 0.3  # acceptance of the first draft token
 _DEAR = 0.3  # of a plain step, for a row more of each request
+_WORTH_TELLING = 0.005  # of a plain step
 _SELDOM = 0.5  # steps that have a draft
 _ENOUGH = 20  # drafts: with fewer, a rate says little
 _FAR = 1.15  # between what is expected and what was measured
@@ -78,14 +79,15 @@ def judge(found: Findings) -> Verdict:
     times = found.measured.median if found.measured is not None else expected
     good = {task: own for task, own in found.tasks.items() if _is_clear(own)}
     notes = tuple(_notes(found, best, expected))
-    if times >= HELPS:
+    credible = expected if found.measured is None else found.measured.credible
+    if credible >= HELPS:
         word = f"{times:.2f}x" + (" expected" if found.measured is None else "")
         text = f"speculation helps here: {word}, because {_why_it_helps(economy, best)}"
         return Verdict(True, "helps", text, notes)
     cause, why = _why_not(found, best, expected)
     shown = f" ({times:.2f}x)" if found.measured is not None else f" ({times:.2f}x expected)"
     if good:
-        names = _listed([f"{task} ({own.median:.2f}x)" for task, own in good.items()])
+        names = listed([f"{task} ({own.median:.2f}x)" for task, own in good.items()])
         text = f"speculation helps here for {names}, not over all tasks{shown}, because {why}"
         return Verdict(False, "some_tasks", text, notes)
     head = "speculation does not help here"
@@ -117,8 +119,8 @@ def _why_it_helps(economy: Economy, best: Expected) -> str:
     share, holds = economy.first(best.ks)
     if economy.speedup(best) < HELPS:
         return (
-            f"foresay drafts only where that pays; up to {_tokens(best.k)} in every step would be "
-            f"{economy.speedup(best):.2f}x"
+            f"foresay drafts only where that pays; up to {counted(best.k, 'token')} in every step "
+            f"would be {economy.speedup(best):.2f}x"
         )
     accepted = f"{percent(holds)} of the first draft tokens are accepted"
     if share < 0.95:
@@ -126,7 +128,7 @@ def _why_it_helps(economy: Economy, best: Expected) -> str:
     each = " of each request" if economy.num_requests > 1 else ""
     row = f"a row more{each} costs {percent(economy.row_share(best))} of a step"
     drafting = percent(best.drafting_seconds / economy.plain.seconds)
-    return f"{accepted}, {row} and drafting up to {_tokens(best.k)} {drafting}"
+    return f"{accepted}, {row} and drafting up to {counted(best.k, 'token')} {drafting}"
 
 
 def _why_not(found: Findings, best: Expected, expected: float) -> tuple[Cause, str]:
@@ -134,29 +136,31 @@ def _why_not(found: Findings, best: Expected, expected: float) -> tuple[Cause, s
     if expected >= HELPS:  # and yet it was measured not to
         return _lost_elsewhere(found, expected)
     share, holds = economy.first(best.ks)
-    needed, has = economy.break_even(best.ks), economy.found(best.ks)
+    # What does not pay is compared with what would be needed at least.
+    easiest = best if expected >= 1 else economy.easiest()
     candidates: dict[Cause, float] = {}
     if holds >= _LOW:
         candidates["drafting"] = economy.best_if(free_drafting=True)
         candidates["rows"] = economy.best_if(free_rows=True)
-    if share < _SELDOM and has is not None and needed is not None and has >= needed:
+    if share < _SELDOM and expected >= 1:
         candidates["few_drafts"] = economy.best_if(always=True)
-    cause = max(candidates, key=lambda name: candidates[name], default=None)
-    if cause is None or candidates[cause] < HELPS:
-        return "acceptance", _acceptance(economy, best, has or 0.0, needed)
+    cause: Cause = max(candidates, key=lambda name: candidates[name], default="acceptance")
+    if candidates.get(cause, 0.0) < HELPS:
+        cause = "acceptance"
+        if easiest is None:
+            rows = best.step_seconds - economy.plain.step_seconds
+            cause = "rows" if rows > best.drafting_seconds else "drafting"
     if cause == "drafting":
-        return cause, (
-            f"drafting takes too long: {_tokens(best.k)} "
-            f"{percent(best.drafting_seconds / economy.plain.seconds)} of a plain step, for "
-            f"{best.tokens - 1:.2f} tokens more a step; if it took no time, it would be "
-            f"{candidates[cause]:.2f}x"
-        )
+        return cause, _drafting(economy, best, candidates.get(cause, 0.0))
     if cause == "rows":
         return cause, _rows(economy, best)
-    return cause, (
-        f"only {percent(share)} of the steps have a draft; of those there are, {percent(holds)} of "
-        "the first tokens are accepted"
-    )
+    if cause == "few_drafts":
+        return cause, (
+            f"only {percent(share)} of the steps have a draft; of those there are, "
+            f"{percent(holds)} of the first tokens are accepted"
+        )
+    assert easiest is not None
+    return cause, _acceptance(economy, easiest)
 
 
 def _lost_elsewhere(found: Findings, expected: float) -> tuple[Cause, str]:
@@ -171,26 +175,33 @@ def _lost_elsewhere(found: Findings, expected: float) -> tuple[Cause, str]:
     )
 
 
-def _acceptance(economy: Economy, best: Expected, has: float, needed: float | None) -> str:
-    drafting = percent(best.drafting_seconds / economy.plain.seconds)
+def _acceptance(economy: Economy, step: Expected) -> str:
+    has, needed = economy.found(step.ks) or 0.0, economy.break_even(step.ks) or 0.0
     each = " of each request" if economy.num_requests > 1 else ""
-    price = (
-        f"drafting ({drafting} of a step for up to {_tokens(best.k)}) and rows (a row more{each}: "
-        f"{percent(economy.row_share(best))})"
-    )
-    if needed is None:
-        return (
-            f"{percent(has)} of draft tokens are accepted, and even all of them would not pay for "
-            f"{price}"
-        )
+    drafting, row = step.drafting_seconds / economy.plain.seconds, economy.row_share(step)
+    prices = []
+    if drafting >= _WORTH_TELLING:
+        prices.append(f"drafting ({percent(drafting)} of a step for {counted(step.k, 'token')})")
+    if row >= _WORTH_TELLING:
+        prices.append(f"rows (a row more{each}: {percent(row)})")
+    price = listed(prices) or "drafting and rows"
     if has >= needed:
-        return (
-            f"{percent(has)} of draft tokens are accepted, hardly more than the {percent(needed)} "
-            f"that pay for {price}"
-        )
+        hardly = f", hardly more than the {percent(needed)} that pay for {price}" if prices else ""
+        return f"{percent(has)} of draft tokens are accepted{hardly}"
     return (
         f"{percent(has)} of draft tokens are accepted, and {percent(needed)} would be needed to "
         f"pay for {price}"
+    )
+
+
+def _drafting(economy: Economy, best: Expected, if_free: float) -> str:
+    """`if_free`: what the speedup would be then; it says so if that would help."""
+    share = best.drafting_seconds / economy.plain.seconds
+    takes = f"{percent(share)} of a plain step" if share < 1 else f"{share:.1f} plain steps"
+    free = f"; if it took no time, it would be {if_free:.2f}x" if if_free >= HELPS else ""
+    return (
+        f"drafting takes too long: {counted(best.k, 'token')} {takes}, for {best.tokens - 1:.2f} "
+        f"tokens more a step{free}"
     )
 
 
@@ -200,8 +211,8 @@ def _rows(economy: Economy, best: Expected) -> str:
     each = f" for each of {economy.num_requests} requests" if economy.num_requests > 1 else ""
     longer = best.step_seconds / economy.plain.seconds
     return (
-        f"rows are what costs: {number} more{each} make a step {longer:.2f} times as long, for "
-        f"{best.tokens:.2f} times the tokens"
+        f"rows are what costs: {number} more{each} make{'s' if number == '1' else ''} a step "
+        f"{longer:.2f} times as long, for {best.tokens:.2f} times the tokens"
     )
 
 
@@ -214,8 +225,13 @@ def _notes(found: Findings, best: Expected, expected: float) -> list[str]:
                 f"the pairs of runs range from {measured.least:.2f}x to {measured.most:.2f}x: the "
                 "machine is too busy for a firm answer"
             )
+        if measured.median >= HELPS > measured.credible:
+            notes.append(
+                f"{measured.median:.2f}x was measured, which {measured.tokens_per_step:.2f} tokens "
+                "a step cannot bring: the machine is too busy"
+            )
         promised = _with_prompts(expected, found.prompt_share)
-        if expected < SLOWER <= measured.median < HELPS:
+        if expected < SLOWER and expected < measured.median < HELPS:
             notes.append(
                 f"foresay notices and drafts little: always to draft would be {expected:.2f}x at "
                 "best"
@@ -229,7 +245,7 @@ def _notes(found: Findings, best: Expected, expected: float) -> list[str]:
         notes.append(f"faults of the proposer: {in_words(found.faults)}")
     weak = [f"{task} ({own.median:.2f}x)" for task, own in found.tasks.items() if _is_slow(own)]
     if weak and measured is not None and measured.median >= HELPS:
-        notes.append(f"not for {_listed(weak)}")
+        notes.append(f"it is slower for {listed(weak)}")
     if found.num_drafts < _ENOUGH:
         notes.append(
             f"only {found.num_drafts} drafts were verified, too few for a firm answer: raise "
@@ -258,21 +274,23 @@ def _with_prompts(speedup: float, prompt_share: float) -> float:
 
 
 def _is_clear(own: Speed) -> bool:
-    return own.median >= _CLEARLY and own.least >= HELPS
+    return own.credible >= _CLEARLY and own.least >= HELPS
 
 
 def _is_slow(own: Speed) -> bool:
-    return own.median < HELPS
-
-
-def _tokens(number: int) -> str:
-    return f"{number} token{'' if number == 1 else 's'}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+    return own.median < SLOWER
 
 
 def percent(part: float) -> str:
     """Word a part of something."""
     return "under 1%" if 0 < part < 0.005 else f"{part:.0%}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Word a number of things."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Word an enumeration."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)

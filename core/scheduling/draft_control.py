@@ -26,7 +26,7 @@ from foresay.core.messages import DraftPlan, DraftTokenIds, SchedulerOutput
 from foresay.core.scheduling.acceptance import Acceptance, Rates, of_all, of_proposer, of_request
 from foresay.core.scheduling.draft_choice import Choice, Chooser, Offer, Plan
 from foresay.core.scheduling.request import Request
-from foresay.core.scheduling.step_cost import LONG_WINDOW, StepCost
+from foresay.core.scheduling.step_cost import StepCost
 
 _ENOUGH = 3  # plain steps that must be known
 _LEARNING_PLAIN_EVERY = 4  # steps, until then
@@ -71,7 +71,7 @@ class DraftControl:
         of the largest number that is not above it counts, else the first one. Nothing is decided
         by what is learnt then: it is for whoever asks, and more is kept of it.
         """
-        self.cost = StepCost() if table is None else StepCost(LONG_WINDOW)
+        self.cost = StepCost(is_measuring=table is not None)
         history = of_proposer if table is None else of_all
         self._table = None if table is None else sorted(table.items())
         self._members = [_Member(name, k, history(k)) for name, k in members]

@@ -2,20 +2,22 @@
 
 Knows numbers of rows, requests and tokens, and seconds; nothing of who is accepted, or of what to
 do about it. Times on a shared machine are noisy, so that of each number of rows is the median of
-the last ones, and more rows are never taken to be faster than fewer: where medians say so, they are
-pooled (isotonic regression). Between known points it is a straight line, before the first one it
+the last few, or where costs are to be measured the lower quartile of many: what else runs only adds
+to a time. More rows are never taken to be faster than fewer: where times say so, they are pooled
+(isotonic regression). Between known points it is a straight line, before the first one it
 is constant, behind the last it goes on as steeply as from the first to the last.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
 _WINDOW = 11  # times kept for each number of rows: what matters is how things are now
-LONG_WINDOW = 499  # where they are to be measured
+_LONG_WINDOW = 1999  # where they are to be measured
 _FINE = 16  # numbers of rows are told apart up to this; above, those within about 6 % are pooled
 _FIRST_BENDS = 3  # samples of a number of rows before it counts, once any has that many
 
@@ -23,9 +25,9 @@ _FIRST_BENDS = 3  # samples of a number of rows before it counts, once any has t
 class Curve:
     """Seconds as a function of a whole number from 0 on: samples in, a rising line out."""
 
-    def __init__(self, window: int = _WINDOW) -> None:
-        """`window`: how many times are kept for each number."""
-        self._window = window
+    def __init__(self, *, is_measuring: bool = False) -> None:
+        """`is_measuring`: whether many times are kept, of which the lower quartile counts."""
+        self._is_measuring = is_measuring
         self._samples: dict[int, _Samples] = {}
         self._points: list[tuple[float, float]] | None = None  # None: to be made anew
 
@@ -33,7 +35,7 @@ class Curve:
         """Take a measured time."""
         samples = self._samples.get(_bucket(x))
         if samples is None:
-            samples = self._samples[_bucket(x)] = _Samples.of(self._window)
+            samples = self._samples[_bucket(x)] = _Samples.of(self._is_measuring)
         samples.xs.append(x)
         samples.seconds.append(seconds)
         self._points = None
@@ -64,11 +66,16 @@ class Curve:
         if self._points is None:
             counted = [s for s in self._samples.values() if len(s.seconds) >= _FIRST_BENDS]
             known = [
-                (sum(s.xs) / len(s.xs), median(s.seconds), len(s.seconds))
+                (sum(s.xs) / len(s.xs), self._typical(s.seconds), len(s.seconds))
                 for s in counted or self._samples.values()
             ]
             self._points = _rising(sorted(known))
         return self._points
+
+    def _typical(self, seconds: Sequence[float]) -> float:
+        if self._is_measuring:
+            return sorted(seconds)[(len(seconds) - 1) // 4]
+        return median(seconds)
 
 
 @dataclass(slots=True)
@@ -77,7 +84,8 @@ class _Samples:
     seconds: deque[float]
 
     @classmethod
-    def of(cls, window: int) -> _Samples:
+    def of(cls, is_measuring: bool) -> _Samples:
+        window = _LONG_WINDOW if is_measuring else _WINDOW
         return cls(deque(maxlen=window), deque(maxlen=window))
 
 
@@ -106,13 +114,13 @@ def _rising(points: list[tuple[float, float, int]]) -> list[tuple[float, float]]
 class StepCost:
     """The cost model of an engine: its target's steps, and its proposers' drafting."""
 
-    def __init__(self, window: int = _WINDOW) -> None:
-        """`window`: see `Curve`."""
-        self._window = window
-        self.verifying = Curve(window)  # by rows of the target's pass
+    def __init__(self, *, is_measuring: bool = False) -> None:
+        """`is_measuring`: see `Curve`."""
+        self._is_measuring = is_measuring
+        self.verifying = Curve(is_measuring=is_measuring)  # by rows of the target's pass
         self._drafting: dict[tuple[str, int], Curve] = {}  # by tokens; of a proposer and a bucket
         self._sizes: dict[str, list[int]] = {}  # buckets of requests seen, by proposer
-        self.other = Curve(window)  # scheduling and committing, by requests
+        self.other = Curve(is_measuring=is_measuring)  # scheduling and committing, by requests
 
     def add_step(self, num_rows: int, num_requests: int, execute: float, other: float) -> None:
         """Take a step without any part of a prompt: seconds of the pass and of all around it."""
@@ -125,7 +133,7 @@ class StepCost:
         """Take a proposer's call for `num_requests`; `num_tokens` of the longest draft."""
         key = (proposer, _bucket(num_requests))
         if key not in self._drafting:
-            self._drafting[key] = Curve(self._window)
+            self._drafting[key] = Curve(is_measuring=self._is_measuring)
             self._sizes.setdefault(proposer, []).append(key[1])
         self._drafting[key].add(num_tokens, seconds)
 
