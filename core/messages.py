@@ -139,4 +139,4 @@ class DraftTokenIds:
     faults: dict[str, int] = field(default_factory=dict)
     proposers: dict[str, str] = field(default_factory=dict)
     num_stored_tokens: dict[str, int] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict, compare=False)

@@ -68,6 +68,10 @@ class Rates:
     there: Sequence[float]
     accepted: Sequence[float]
 
+    def raised(self, by: float) -> Rates:
+        """Return rates of which more is accepted at every place."""
+        return Rates(self.there, [min(rate + by, 0.98) for rate in self.accepted])
+
 
 def of_proposer(k: int) -> Acceptance:
     """Return the empty history of a proposer that drafts up to `k` tokens."""

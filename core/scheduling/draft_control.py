@@ -32,7 +32,8 @@ _ENOUGH = 3  # plain steps that must be known
 _LEARNING_PLAIN_EVERY = 4  # steps, until then
 _FOR_TRIALS = 0.008  # of all time
 _MOST_SAVED = 2.0  # for trials: seconds of so many steps
-_BETWEEN_TRIALS = 8  # steps, at least
+_BETWEEN_TRIALS = 4  # steps, at least
+_HOPE = 0.1  # by how much a request is taken to be better than those before, until it was tried
 _TRIAL_TOKENS = 2  # of a draft for one request
 _BEGIN_AT = 1.02  # the gain from which drafting begins; while it goes on, no loss is enough
 _GREEDY_BELOW = 1e-5  # temperature: as `SamplingData` has it
@@ -180,7 +181,7 @@ class DraftControl:
         if self._table is not None:
             self._look_up(drafting, len(requests))
             return
-        histories = [member.history.rates() for member in self._members]
+        histories = [member.history.rates().raised(_HOPE) for member in self._members]
         offers = [self._offers(request, histories) for request in drafting]
         choices, confidence = self._choose(offers, len(requests))
         drafts = any(choice.rows for choice in choices)
