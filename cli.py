@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from foresay import __version__
-from foresay.core.commands import bench, chat, check, models, plugins, run, showcase
+from foresay.core.commands import bench, chat, check, doctor, models, plugins, run, showcase
 from foresay.core.commands.streams import prepare_streams
 from foresay.core.errors import ForesayError
 from foresay.core.plugins import PluginManager
@@ -38,6 +38,7 @@ def build_app(manager: PluginManager) -> typer.Typer:
     app.command("chat")(chat.chat)
     app.command("bench")(bench.bench)
     app.command("check")(check.check)
+    app.command("doctor")(doctor.doctor)
     app.command("showcase")(showcase.showcase)
     app.command("plugins")(plugins.plugins)
     app.command("models")(models.models)

@@ -52,7 +52,7 @@ class RemoteLLM(LLM):
         self.given_plugins = plugins
         self.runner = runner if runner is not None else RemoteRunner(order(), fake_worker)
         self.pid: int = self.runner._process.pid or 0
-        super().__init__("fake", None, block_size=4)
+        super().__init__("fake", None, block_size=4, adaptive=False)
 
     def _build_runner(self, plugins: PluginManager, *loaded: Any) -> Runner:
         for index, plugin in enumerate(self.given_plugins):

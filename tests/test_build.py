@@ -416,7 +416,7 @@ def test_a_drafter_that_cannot_be_had_is_the_plugins_error(no_weights: Path) -> 
 
 def test_the_automatic_choice_is_a_drafter_made_for_the_model(model: Any, tmp_path: Path) -> None:
     made = DrafterSpec("head", "fake", "tiny", lambda: tmp_path, 2.5)
-    runner = build(plugins(spec(), spec("ngram"), drafters=[made]), model, proposer="auto")
+    runner = build(plugins(spec(), drafters=[made]), model, proposer="auto")
     assert runner.proposer_name == "fake"
     assert runner.summary.endswith(
         "; proposer: fake (auto: drafter 'head' of foresay-fake was made for 'tiny' "
@@ -426,6 +426,20 @@ def test_the_automatic_choice_is_a_drafter_made_for_the_model(model: Any, tmp_pa
     assert fake.config.drafter == str(tmp_path)
 
 
+def test_the_automatic_choice_looks_up_first(model: Any, tmp_path: Path) -> None:
+    made = DrafterSpec("head", "fake", "tiny", lambda: tmp_path, 2.5)
+    manager = plugins(spec(), spec("ngram"), drafters=[made])
+    runner = build(manager, model, proposer="auto")
+    assert runner.proposer_name == "ngram,fake"
+    assert runner.summary.endswith(
+        "; proposer: ngram (auto), 5 tokens a step at most; else fake (auto: drafter 'head' of "
+        "foresay-fake was made for 'tiny' (mean acceptance length 2.50)), 5 tokens a step at most"
+    )
+    assert [built.config.drafter for built in Fake.built] == [None, str(tmp_path)]
+    given = build(manager, model, proposer="auto", speculative={"drafter": str(tmp_path)})
+    assert given.proposer_name == "fake"
+
+
 def test_a_drafter_for_an_alias_is_chosen_for_the_aliass_folder_too(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -433,8 +447,10 @@ def test_a_drafter_for_an_alias_is_chosen_for_the_aliass_folder_too(
     manager = plugins(
         spec(), spec("ngram"), drafters=[drafter(path=lambda: tmp_path)], models=[alias]
     )
-    assert build(manager, folder, proposer="auto").proposer_name == "fake"
-    assert build(manager, tmp_path.parent / folder.name, proposer="auto").proposer_name == "fake"
+    assert build(manager, folder, proposer="auto").proposer_name == "ngram,fake"
+    assert (
+        build(manager, tmp_path.parent / folder.name, proposer="auto").proposer_name == "ngram,fake"
+    )
 
 
 def test_without_a_drafter_the_automatic_choice_is_ngram_if_it_is_there(model: Any) -> None:

@@ -22,7 +22,7 @@ from foresay.core.errors import (
     one_line,
 )
 from foresay.core.offers import shown
-from foresay.core.plugins import PluginManager
+from foresay.core.plugins import FALLBACK_PROPOSER, PluginManager
 from foresay.core.proposer import Needs, ProposerConfig, ProposerSpec
 from foresay.core.worker.sources import find_source
 
@@ -91,15 +91,24 @@ def choose(
     """
     speculative = config.speculative
     name: str | type[Any] | None = proposer_type or speculative.proposer
-    drafter, why = speculative.drafter, ""
+    drafter, whys = speculative.drafter, [""]
     folder = plugins.locate_model(config.model) or Path(config.model)
     if name == "auto":
         automatic = plugins.automatic_proposer(config.model, folder)
         if automatic is None:
             name = None
         else:
-            name, why = automatic.proposer, f"auto: {automatic.reason}"
+            name, whys = automatic.proposer, [f"auto: {automatic.reason}"]
+            may_chain = (
+                not (drafter or speculative.proposer_settings)
+                and FALLBACK_PROPOSER in plugins.proposers
+                and name != FALLBACK_PROPOSER
+            )
             drafter = drafter or automatic.drafter
+            if may_chain and automatic.drafter is not None:
+                # A lookup costs next to nothing, and the control takes what is worth more.
+                drafter = {name: automatic.drafter}
+                name, whys = f"{FALLBACK_PROPOSER},{name}", ["auto", *whys]
     if name is None or name == "none":
         _refuse_settings_without_proposer(speculative)
         return []
@@ -127,8 +136,14 @@ def choose(
             _proposer_config(spec, speculative, plugins, own_settings, own_drafter or found),
             why or (f"drafter {found!r}" if found else ""),
         )
-        for member, spec, own_settings, own_drafter, found in zip(
-            names, specs, each_settings, each_drafter, registered, strict=True
+        for member, spec, own_settings, own_drafter, found, why in zip(
+            names,
+            specs,
+            each_settings,
+            each_drafter,
+            registered,
+            whys if len(whys) == len(names) else [""] * len(names),
+            strict=True,
         )
     ]
 
