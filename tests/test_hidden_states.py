@@ -230,6 +230,7 @@ def test_they_are_what_proposers_are_handed(build: Callable[..., Any]) -> None:
         num_speculative_tokens=3,
         strict=True,
         chunked_prefill_size=7,
+        adaptive=False,
     ) as llm:
         outputs = llm.generate(PROMPTS, PARAMS)
         assert "rows invariant: yes" in llm._engine._runner.summary  # type: ignore[union-attr]

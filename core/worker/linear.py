@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-# Measured, torch 2.13 (oneDNN) on AMX: rows keep their bits with at most 128 of them in one
-# bfloat16 GEMM, and with at least 2 in a float32 one (a single row takes another kernel).
+# Measured, torch 2.13 (oneDNN): rows keep their bits with at most 128 of them in one bfloat16 GEMM
+# (AMX), and with at least 2 in any (a single row takes another kernel: in float32; with AVX512-bf16
+# in bfloat16 too, where sums are long).
 MAX_ROWS_BFLOAT16 = 128
-MIN_ROWS_FLOAT32 = 2
+MIN_ROWS = 2
 # The row count the packing is made for. 1 in bfloat16; in float32 packing for one row takes a
 # kernel whose rows differ from the batched one's, and 32 was the fastest at 1 to 16 rows on AVX2.
 _PACK_ROWS = {torch.bfloat16: 1, torch.float32: 32}
@@ -69,12 +70,10 @@ class Linear:
             weight = torch.ops.mkldnn._reorder_linear_weight(
                 weight.contiguous(), _PACK_ROWS[self.compute]
             )
-            if not row_invariant:
-                pass
-            elif self.compute == torch.bfloat16:
-                self.max_rows = MAX_ROWS_BFLOAT16
-            else:
-                self.min_rows = MIN_ROWS_FLOAT32
+            if row_invariant:
+                self.min_rows = MIN_ROWS
+                if self.compute == torch.bfloat16:
+                    self.max_rows = MAX_ROWS_BFLOAT16
         self.weight = weight
 
     def rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
