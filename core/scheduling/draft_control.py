@@ -33,9 +33,13 @@ _LEARNING_PLAIN_EVERY = 4  # steps, until then
 _FOR_TRIALS = 0.008  # of all time
 _MOST_SAVED = 2.0  # for trials: seconds of so many steps
 _BETWEEN_TRIALS = 4  # steps, at least
-_HOPE = 0.1  # by how much a request is taken to be better than those before, until it was tried
+_HOPE = 0.1  # by how much a request alone is taken to be better than others, until it was tried
 _TRIAL_TOKENS = 2  # of a draft for one request
-_BEGIN_AT = 1.02  # the gain from which drafting begins; while it goes on, no loss is enough
+# The gain from which drafting begins, and down to which it goes on. Where requests run together,
+# the one that ends last sets the time of all, and more tokens for others are of no use to it.
+_BEGIN_AT, _STAY_AT = 1.02, 1.0
+_BEGIN_TOGETHER_AT, _STAY_TOGETHER_AT = 1.3, 1.2
+_REST = 3  # steps of several requests that are plain like one before, without another look
 _GREEDY_BELOW = 1e-5  # temperature: as `SamplingData` has it
 
 
@@ -85,6 +89,7 @@ class DraftControl:
         self._saved = 0.0  # seconds that may be lost by trials
         self._step_seconds = 0.0  # of the last step
         self._turn = 0  # whose turn it is to be tried
+        self._rest = 0  # plain steps to come without another look
 
     # -- What the engine tells --------------------------------------------------------------------
 
@@ -181,11 +186,17 @@ class DraftControl:
         if self._table is not None:
             self._look_up(drafting, len(requests))
             return
-        histories = [member.history.rates().raised(_HOPE) for member in self._members]
+        if self._rest and len(requests) > 1:
+            self._rest -= 1
+            self._set_plain(drafting)
+            return
+        hope = _HOPE if len(requests) == 1 else 0.0
+        histories = [member.history.rates().raised(hope) for member in self._members]
         offers = [self._offers(request, histories) for request in drafting]
         choices, confidence = self._choose(offers, len(requests))
         drafts = any(choice.rows for choice in choices)
         self._num_since_plain = self._num_since_plain + 1 if drafts else 0
+        self._rest = 0 if drafts or self._is_drafting else _REST
         for request, choice in zip(drafting, choices, strict=True):
             is_greedy = request.sampling.temperature < _GREEDY_BELOW
             request.draft_plan = DraftPlan(
@@ -222,6 +233,12 @@ class DraftControl:
             self._know(request)
             request.draft_plan = plan
 
+    def _set_plain(self, requests: Sequence[Request]) -> None:
+        plan = DraftPlan((0,) * len(self._members))
+        for request in requests:
+            self._know(request)
+            request.draft_plan = plan
+
     def _know(self, request: Request) -> _Known:
         known = self._known.get(request.req_id)
         if known is None:
@@ -253,8 +270,10 @@ class DraftControl:
         found = self._chooser.best(offers, num_requests)
         if found is None:
             return nothing, 0.0
-        gain = found.rate / plain.rate
-        self._is_drafting = gain >= (1.0 if self._is_drafting else _BEGIN_AT)
+        begin, stay = (_BEGIN_AT, _STAY_AT)
+        if num_requests > 1:
+            begin, stay = (_BEGIN_TOGETHER_AT, _STAY_TOGETHER_AT)
+        self._is_drafting = found.rate / plain.rate >= (stay if self._is_drafting else begin)
         best, other = (found, plain) if self._is_drafting else (plain, found)
         trial = self._trial(offers, best, other, num_requests) if learnt else None
         chosen = trial or best
