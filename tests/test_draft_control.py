@@ -92,7 +92,7 @@ def test_it_learns_when_a_request_becomes_predictable() -> None:
 def test_each_request_of_a_batch_has_a_length_of_its_own() -> None:
     # Rows are dear: only the drafts of the predictable requests are worth theirs.
     world = World(
-        lambda rows: 5 + 0.5 * rows, [Drafter("p", 4, lambda r, j: 0.95 if r < "2" else 0.1)]
+        lambda rows: 5 + 0.3 * rows, [Drafter("p", 4, lambda r, j: 0.95 if r < "2" else 0.1)]
     )
     control, requests = DraftControl(world.members), [greedy_request(str(i)) for i in range(4)]
     world.run(control, requests, 400)
