@@ -14,7 +14,15 @@ from foresay.core.worker.kv_cache import KVCache
 from foresay.core.worker.target import TargetModel
 
 # float32 and another order of sums; logits are of the order of 2.
-TOLERANCE = 5e-5
+TOLERANCE = 2e-5
+
+
+def tolerance(expected: torch.Tensor) -> float:
+    """The same for larger logits: their rounding errors are larger as they are.
+
+    transformers' own logits of Phi-3 with longrope, up to 9.4, are 2.7e-5 off those in float64.
+    """
+    return TOLERANCE * max(1.0, float(expected.abs().max()) / 2)
 
 
 class Pages:
