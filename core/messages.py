@@ -49,7 +49,8 @@ class DraftPlan:
 
     `num_draft_tokens[m]`: the most draft tokens of member m of the chain of proposers; 0: it is not
     asked. `min_confidence`: a draft ends where the drafter's own probability that all of it is
-    right, as far as it is known before the next token is drawn, falls below this.
+    right, as far as it is known before the next token is drawn, falls below this. A tree leaves out
+    the nodes whose way from the root is less likely to be right.
     """
 
     num_draft_tokens: tuple[int, ...]
@@ -68,6 +69,8 @@ class NewRequest:
     sampling: SamplingData
     prediction_ids: list[int] = field(default_factory=list)  # what the caller expects as output
     may_draft: bool = True  # False: k is 0 for it in every step
+    # It ends when it has so many tokens, prompt included: no path of a draft tree need be longer.
+    max_num_tokens: int = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,8 @@ class ModelRunnerOutput:
     sampled ids. A request is in exactly one of the two. `logprobs[r]`, for who asked: one dict per
     sampled id, token id -> log probability before all sampling parameters; the sampled id comes
     first, then the likeliest. `faults` counts what verification met and survived, by kind.
+    `accepted_drafts[r]`, for a draft that is a tree: which of request r's drafts were accepted, by
+    their place, ascending; of any other draft it is the first ones.
     """
 
     step_id: int
@@ -121,6 +126,7 @@ class ModelRunnerOutput:
     failed: dict[str, str] = field(default_factory=dict)
     logprobs: dict[str, list[dict[int, float]]] = field(default_factory=dict)
     faults: dict[str, int] = field(default_factory=dict)
+    accepted_drafts: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +137,8 @@ class DraftTokenIds:
     `faults` counts what the core mended or survived in this call, by kind. `proposers` names who
     made each draft. `num_stored_tokens[r]`: how many leading positions of request r the proposers'
     own KV layers hold; empty where they have none. `seconds` says how long each proposer that was
-    called took.
+    called took. `parents[r]`, for a draft that is a tree: by token the place of the one above it,
+    -1 at the top. They are told for statistics; the worker keeps them for verification.
     """
 
     draft_token_ids: dict[str, list[int]]
@@ -140,3 +147,4 @@ class DraftTokenIds:
     proposers: dict[str, str] = field(default_factory=dict)
     num_stored_tokens: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
+    parents: dict[str, list[int]] = field(default_factory=dict)

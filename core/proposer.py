@@ -74,7 +74,10 @@ class Needs:
     sampled: bool = False  # draws its drafts through `batch.sampler`
     prediction: bool = False  # reads `DraftRequest.prediction_ids`
     draft_slots: int = 0  # rows per request it adds to its own batch
-    max_draft_tokens: int | None = None  # never more drafts than this in one step
+    # Drafts may be trees (`Draft.parents`): `DraftRequest.k` counts their nodes then, and how long
+    # a path may get is told apart, by `DraftRequest.max_depth`.
+    tree: bool = False
+    max_draft_tokens: int | None = None  # never more drafts, of a tree nodes, than this in one step
     max_context: int | None = None  # requests longer than this are not drafted for
 
 
@@ -110,7 +113,7 @@ class DraftRequest:
     req_id: str
     token_ids: Sequence[int]
     num_new_tokens: int  # output tokens this step committed; 0: the prompt is not complete yet
-    k: int  # most draft tokens wanted; 0: draft nothing
+    k: int  # most draft tokens wanted, of a tree nodes; 0: draft nothing
     # Text that the caller expects as output, tokenized; usually empty. For `Needs.prediction` only.
     prediction_ids: Sequence[int] = ()
     num_prompt_tokens: int = 0  # the first of `token_ids`; what follows is output
@@ -118,6 +121,22 @@ class DraftRequest:
     # token is picked, falls below this: see `foresay.core.worker.confidence`. 0: draft k. A
     # proposer may ignore it, but not cut a sampled draft for what was drawn: that is not exact.
     min_confidence: float = 0.0
+    # Most draft tokens of a path from a tree's root to a leaf: what a step can commit. With k >= 1
+    # it is at least 1; who did not declare `Needs.tree` has a k that is not above it.
+    max_depth: int = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class DraftChildren:
+    """The best continuations of some nodes of trees, the best one first.
+
+    `token_ids` [n, width] int64 target ids; a row's ids are distinct. `log_probs` [n, width]
+    float32: how likely each is the token that follows, by the drafter and, where tokens are
+    sampled, by the noise they are drawn with. What a row lacks has the id 0 and -inf.
+    """
+
+    token_ids: torch.Tensor
+    log_probs: torch.Tensor
 
 
 class DraftSampler(Protocol):
@@ -145,6 +164,27 @@ class DraftSampler(Protocol):
         What was drawn *is* the request's draft: return it as it is. A request may stop after any
         token, before the next is drawn. Greedy requests get the likeliest token. Raises
         `ValueError` for a step that a row has drawn already, skipped, or that exceeds its k.
+        """
+        ...
+
+    def children(
+        self,
+        logits: torch.Tensor,
+        depths: Sequence[int],
+        rows: Sequence[int],
+        width: int,
+        draft_to_target: torch.Tensor | None = None,
+    ) -> DraftChildren:
+        """Return the `width` best children of n nodes of draft trees, without drawing anything.
+
+        `logits` [n, draft_vocab] predict what follows each node; `depths` [n] is the number of
+        draft tokens on the way to it, itself included (0: the root, which is the last committed
+        token); `rows` [n] are indices into `DraftInput.requests`, which may repeat.
+        `draft_to_target` as in `draw`. For greedy requests the best are the likeliest. Where
+        tokens are sampled they are those with the largest sum of log probability and the very
+        noise that the target's token is drawn with at that position: the first one is the coupled
+        draw. A tree is verified by the deterministic rule, so this is exact. A request either
+        draws its draft or has it made of these.
         """
         ...
 
@@ -189,6 +229,25 @@ class KVView(Protocol):
         """
         ...
 
+    def tree_rows(
+        self,
+        requests: Sequence[int],
+        firsts: Sequence[int],
+        parents: Sequence[Sequence[int]],
+        num_new: Sequence[int],
+    ) -> KVRows:
+        """Lay out the newest nodes of trees: for `Needs.tree`.
+
+        Request `requests[i]` has a tree of the nodes 0, 1, ... that are or were given rows;
+        `parents[i][j]` is the parent of node j, an earlier node, or -1: a child of the position
+        `firsts[i] - 1`. The rows are its last `num_new[i]` nodes, request after request; those
+        before were rows of earlier calls. A node at depth d (0: no node above it) has the position
+        `firsts[i] + d`; its keys and values lie where those of position `firsts[i] + j` would,
+        within the limit that `rows` has. A row attends to the positions below `firsts[i]`, to the
+        nodes above it and to itself. `last_rows` are the last rows of the requests.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class DraftInput:
@@ -221,11 +280,16 @@ class Draft:
     Any sequence of integers does: a list, a tuple, a numpy array, a torch tensor. Short, empty
     and ragged ones are normal: no padding, no dummy ids. The core cuts what is too long, stops at
     the first id that is no token of the target, and counts both as faults.
-    `parents` None means each list is a chain; anything else (trees) is refused.
+
+    A draft may be a tree, if `Needs.tree` was declared: `parents[i][j]` is then the index of the
+    node above token j of request i, in the same draft, and -1 for a child of the root, which is
+    the last committed token. A parent comes before its children; siblings differ; the most
+    valuable nodes should come first, since what must be cut is cut from the end. A fault takes the
+    node with all that hangs on it. None for a request, or altogether, means a chain.
     """
 
     token_ids: list[list[int]]
-    parents: list[list[int]] | None = None
+    parents: list[list[int] | None] | None = None
 
 
 @runtime_checkable
