@@ -45,6 +45,7 @@ class Facts:
     max_context: int | None
     proposer_name: str | None
     proposer_members: tuple[tuple[str, int], ...]
+    tree_members: tuple[str, ...]
     takes_prediction: bool
     draft_slots: int
     has_proposer_kv: bool

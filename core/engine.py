@@ -21,7 +21,7 @@ from foresay.core.runner import Runner
 from foresay.core.scheduling.draft_control import DraftControl
 from foresay.core.scheduling.request import RequestStatus
 from foresay.core.scheduling.scheduler import RequestUpdate, Scheduler, SchedulerConfig
-from foresay.core.stats import RunStats, StepStats
+from foresay.core.stats import RunStats, StepStats, draft_depth
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +46,7 @@ class Engine:
                 max_model_len=runner.max_model_len,
                 enable_prefix_caching=config.enable_prefix_caching,
                 num_speculative_tokens=runner.num_speculative_tokens,
+                has_draft_trees=bool(runner.tree_members),
                 max_context=runner.max_context,
                 has_proposer_kv=runner.has_proposer_kv,
                 draft_slots=runner.draft_slots,
@@ -60,6 +61,7 @@ class Engine:
         self._incomplete: dict[str, Generation] = {}  # of them: later samples wait for the first
         self._owners: dict[str, Generation] = {}  # by the scheduler's id of each unfinished sample
         self._proposers: dict[str, str] = {}  # by the same: who made the draft to verify next
+        self._parents: dict[str, list[int]] = {}  # by the same: of that draft, if it is a tree
         self._step: Iterator[None] | None = None  # delivered its tokens, has yet to draft
         self._half_committed: list[str] = []  # requests of a step whose commit was cut short
         self._ended: list[str] = []  # finished since the worker last drafted
@@ -153,7 +155,9 @@ class Engine:
             if generation.first.num_output_tokens or generation.first.status.is_finished:
                 self._add_other_samples(generation)
         if self.control is not None:
-            self.control.decide(self._scheduler.next_requests())
+            coming = self._scheduler.next_requests()
+            num_others = len(self._scheduler.requests) - len(coming)
+            self.control.decide(coming, num_waiting=num_others)
         scheduled = self._scheduler.schedule()
         request_ids = [self._owners[r].request_id for r in scheduled.num_scheduled_tokens]
         times.append(time.perf_counter())
@@ -179,6 +183,7 @@ class Engine:
         drafts = self._runner.draft(ended)
         if drafts is not None:
             self._proposers |= drafts.proposers
+            self._parents |= drafts.parents
             self._scheduler.update_draft_token_ids(drafts)
         times.append(time.perf_counter())
         if self.control is not None:
@@ -246,11 +251,11 @@ class Engine:
             req_id = update.request.req_id
             generation = self._owners[req_id]
             proposer = self._proposers.pop(req_id, self._runner.proposer_name)
+            parents = self._parents.pop(req_id, None)
+            depth = None if parents is None else draft_depth(parents[: update.num_draft_tokens])
             num_emitted = len(update.new_token_ids)
             if self.control is not None:
-                self.control.add_verified(
-                    req_id, update.num_draft_tokens, update.num_accepted_tokens
-                )
+                self.control.add_verified(req_id, update.num_draft_tokens, update.accepted_drafts)
             if not num_emitted:  # it failed
                 continue
             if generation.stats.time_to_first_token is None:
@@ -263,6 +268,7 @@ class Engine:
                     update.num_accepted_tokens,
                     num_emitted,
                     proposer,
+                    depth,
                 )
 
     def _end_sample(self, req_id: str) -> None:
@@ -281,6 +287,7 @@ class Engine:
             if self.control is not None:
                 self.control.forget(req_id)
             self._proposers.pop(req_id, None)
+            self._parents.pop(req_id, None)
 
     def _finish(self, generation: Generation) -> None:
         """Make the output of a request whose samples have all finished, and tell observers."""
@@ -331,4 +338,4 @@ def _control(speculative: SpeculativeConfig, runner: Runner) -> DraftControl | N
     table = speculative.draft_tokens_by_batch
     if table is None and not speculative.adaptive:
         table = {1: most}
-    return DraftControl(members, table)
+    return DraftControl(members, table, trees=runner.tree_members)

@@ -54,6 +54,10 @@ class Runner(Protocol):
         """The chain of proposers: each one's name and its own most draft tokens per step."""
 
     @property
+    def tree_members(self) -> tuple[str, ...]:
+        """Those of the chain whose drafts may be trees: their draft tokens are nodes."""
+
+    @property
     def takes_prediction(self) -> bool:
         """Whether a proposer drafts from the output that a caller expects."""
 

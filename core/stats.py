@@ -10,6 +10,9 @@ Counts come from what the scheduler committed; taking them never waits for a dev
   `num_verify_steps` counts them, `num_draft_tokens` the draft tokens judged, `num_accepted_tokens`
   those of them that were emitted.
 - `acceptance_rate` = accepted / drafted.
+- a draft may be a *tree*: its draft tokens are nodes then, and its positions are depths, so that it
+  "has" position j if it has a node with j nodes above it. `nodes_per_step` = draft tokens judged /
+  verify steps, `mean_draft_depth` = positions of drafts / verify steps; equal for chains.
 - `mean_acceptance_length` = tokens emitted in verify steps / verify steps; the recovered or bonus
   token is included, so it is 1 where every draft is rejected.
 - `tokens_per_step` = tokens emitted / decode steps. Steps without a draft count, so a proposer that
@@ -31,7 +34,7 @@ A ratio of nothing (0/0) is None in data and prints as `n/a`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +49,14 @@ def show(figure: float | None, format_spec: str = ".2f") -> str:
     return "n/a" if figure is None else format(figure, format_spec)
 
 
+def draft_depth(parents: Sequence[int]) -> int:
+    """Return how deep a draft tree is, given the place of the node above each (-1: none)."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return max(depths, default=0)
+
+
 @dataclass(slots=True)
 class DraftStats:
     """How well drafts did. Counts are plain sums; the figures are derived when asked for."""
@@ -54,23 +65,31 @@ class DraftStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_verified_tokens: int = 0  # emitted in verify steps: accepted, recovered and bonus
+    num_draft_positions: int = 0  # how deep drafts were, summed; of chains their lengths
     # By position in the draft: how many drafts had it, reached it, had it accepted.
     num_drafts_with: list[int] = field(default_factory=list)
     num_drafts_reaching: list[int] = field(default_factory=list)
     num_accepted_at: list[int] = field(default_factory=list)
 
-    def record_verify_step(self, num_drafts: int, num_accepted: int, num_emitted: int) -> None:
-        """Count one request's step with `num_drafts` >= 1 draft tokens judged."""
+    def record_verify_step(
+        self, num_drafts: int, num_accepted: int, num_emitted: int, depth: int | None = None
+    ) -> None:
+        """Count one request's step with `num_drafts` >= 1 draft tokens judged.
+
+        `depth` of the draft, if it is a tree; None: a chain.
+        """
+        depth = num_drafts if depth is None else depth
         self.num_verify_steps += 1
+        self.num_draft_positions += depth
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
         self.num_verified_tokens += num_emitted
         for counts, length in (
-            (self.num_drafts_with, num_drafts),
-            (self.num_drafts_reaching, min(num_drafts, num_emitted)),
+            (self.num_drafts_with, depth),
+            (self.num_drafts_reaching, min(depth, num_emitted)),
             (self.num_accepted_at, num_accepted),
         ):
-            counts += [0] * (num_drafts - len(counts))
+            counts += [0] * (depth - len(counts))
             for position in range(length):
                 counts[position] += 1
 
@@ -80,6 +99,7 @@ class DraftStats:
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
         self.num_verified_tokens += other.num_verified_tokens
+        self.num_draft_positions += other.num_draft_positions
         for counts, more in (
             (self.num_drafts_with, other.num_drafts_with),
             (self.num_drafts_reaching, other.num_drafts_reaching),
@@ -98,6 +118,16 @@ class DraftStats:
     def mean_acceptance_length(self) -> float | None:
         """Tokens emitted per verify step, the recovered or bonus token included."""
         return ratio(self.num_verified_tokens, self.num_verify_steps)
+
+    @property
+    def nodes_per_step(self) -> float | None:
+        """Draft tokens judged per verify step."""
+        return ratio(self.num_draft_tokens, self.num_verify_steps)
+
+    @property
+    def mean_draft_depth(self) -> float | None:
+        """How deep drafts were: of chains their length."""
+        return ratio(self.num_draft_positions, self.num_verify_steps)
 
     @property
     def acceptance_per_position(self) -> list[float | None]:
@@ -119,6 +149,8 @@ class DraftStats:
             "num_accepted_tokens": self.num_accepted_tokens,
             "acceptance_rate": self.acceptance_rate,
             "mean_acceptance_length": self.mean_acceptance_length,
+            "nodes_per_step": self.nodes_per_step,
+            "mean_draft_depth": self.mean_draft_depth,
             "acceptance_per_position": self.acceptance_per_position,
             "conditional_acceptance_per_position": self.conditional_acceptance_per_position,
         }
@@ -133,16 +165,21 @@ class _DecodeStats(DraftStats):
     by_proposer: dict[str, DraftStats] = field(default_factory=dict)
 
     def record_step(
-        self, num_drafts: int, num_accepted: int, num_emitted: int, proposer: str | None
+        self,
+        num_drafts: int,
+        num_accepted: int,
+        num_emitted: int,
+        proposer: str | None,
+        depth: int | None = None,
     ) -> None:
-        """Count one request's decode step; `proposer` made its drafts."""
+        """Count one request's decode step; `proposer` made its drafts, `depth`: of a tree."""
         self.num_steps += 1
         self.num_output_tokens += num_emitted
         if num_drafts:
-            self.record_verify_step(num_drafts, num_accepted, num_emitted)
+            self.record_verify_step(num_drafts, num_accepted, num_emitted, depth)
             if proposer is not None:
                 own = self.by_proposer.setdefault(proposer, DraftStats())
-                own.record_verify_step(num_drafts, num_accepted, num_emitted)
+                own.record_verify_step(num_drafts, num_accepted, num_emitted, depth)
 
     @property
     def tokens_per_step(self) -> float | None:

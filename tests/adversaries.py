@@ -108,6 +108,37 @@ class Drawing(_Adversary):
         return Draft(drafts)
 
 
+class RandomTrees(_Adversary):
+    """Trees of any shape, of tokens that the request has had."""
+
+    needs = Needs(tree=True)
+
+    def propose(self, batch: DraftInput) -> Draft:
+        ids, parents = [], []
+        for request in batch.requests:
+            tree = [self.random.randrange(-1, place) for place in range(request.k)]
+            parents.append(self.shaped(tree))
+            ids.append([self.random.choice(request.token_ids) for _ in tree])
+        return Draft(ids, parents)
+
+    def shaped(self, parents: list[int]) -> list[int]:
+        return parents
+
+
+class Bushes(RandomTrees):
+    """Nothing but siblings, many of them alike."""
+
+    def shaped(self, parents: list[int]) -> list[int]:
+        return [-1] * len(parents)
+
+
+class BrokenTrees(RandomTrees):
+    """Parents that come later, are no nodes, or are no numbers."""
+
+    def shaped(self, parents: list[int]) -> list[int]:
+        return [self.random.choice([parent, parent + 3, -2, 99]) for parent in parents]
+
+
 ADVERSARIES: dict[str, type[_Adversary]] = {
     "random": Random,
     "constant": Constant,
@@ -118,4 +149,7 @@ ADVERSARIES: dict[str, type[_Adversary]] = {
     "empty": Empty,
     "raising": Raising,
     "drawing": Drawing,
+    "random-trees": RandomTrees,
+    "bushes": Bushes,
+    "broken-trees": BrokenTrees,
 }

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from foresay.core.messages import DraftTokenIds, SamplingData, SchedulerOutput
 from foresay.core.scheduling.draft_control import DraftControl
-from foresay.core.scheduling.request import Request
+from foresay.core.scheduling.request import Request, RequestStatus
 
 
-def greedy_request(req_id: str, **settings: int | None) -> Request:
+def greedy_request(req_id: str, max_tokens: int = 10**9, **settings: int | None) -> Request:
     sampling = SamplingData(0.0, 0, 1.0, 0.0, 0, 0, ())
-    return Request(req_id, [1, 2, 3], sampling=sampling, max_tokens=10**9, **settings)  # type: ignore[arg-type]
+    return Request(req_id, [1, 2, 3], sampling=sampling, max_tokens=max_tokens, **settings)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -45,6 +45,8 @@ class World:
     num_plain_steps: int = 0
     num_steps: int = 0
     asked: dict[str, int] = field(default_factory=dict)  # calls by member
+    ends: dict[str, int] = field(default_factory=dict)  # output tokens at which a request stops
+    completed: dict[str, float] = field(default_factory=dict)  # when requests ended
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -61,9 +63,21 @@ class World:
             self.step(control, requests)
         return (self.num_tokens - tokens) / (self.seconds - seconds)
 
-    def step(self, control: DraftControl | None, requests: Sequence[Request]) -> None:
+    def drain(
+        self, control: DraftControl | None, requests: Sequence[Request], seats: int = 1 << 30
+    ) -> None:
+        """Run requests until all have ended, at most so many at once."""
+        queue = list(requests)
+        while queue:
+            running = queue[:seats]
+            self.step(control, running, len(queue) - len(running))
+            queue = [request for request in queue if not request.status.is_finished]
+
+    def step(
+        self, control: DraftControl | None, requests: Sequence[Request], num_waiting: int = 0
+    ) -> None:
         if control is not None:
-            control.decide(requests)
+            control.decide(requests, num_waiting)
         plans = {r.req_id: self._plan(r) for r in requests if r.may_draft}
         limits = {req_id: max(plan) for req_id, plan in plans.items() if max(plan)}
         num_rows = {r.req_id: 1 for r in requests}
@@ -77,13 +91,20 @@ class World:
                     break
                 accepted[req_id] += 1
         took = self._noisy(self.step_seconds(sum(num_rows.values())))
-        self.num_tokens += len(requests) + sum(accepted.values())
         self.num_steps += 1
         self.num_plain_steps += not self._drafts
         if control is not None:
             for request in requests:
                 _, length = self._drafts.get(request.req_id, (None, 0))
-                control.add_verified(request.req_id, length, accepted.get(request.req_id, 0))
+                control.add_verified(
+                    request.req_id, length, range(accepted.get(request.req_id, 0))
+                )
+        for request in requests:
+            self._commit(request, 1 + accepted.get(request.req_id, 0), took)
+            if request.status.is_finished:
+                plans.pop(request.req_id, None)
+                if control is not None:
+                    control.forget(request.req_id)
         drafts, drafting = self._draft(plans)
         self.seconds += took + sum(drafting.values())
         if control is not None:
@@ -92,6 +113,18 @@ class World:
                 {r.req_id: r.draft_plan for r in requests if r.draft_plan is not None}
             )
             control.add_engine_step(scheduled, drafts, [0.0, 0.0, took, took])
+
+    def _commit(self, request: Request, num_tokens: int, took: float) -> None:
+        most = min(request.max_tokens, self.ends.get(request.req_id, 1 << 62))
+        num_tokens = min(num_tokens, most - request.num_output_tokens)
+        self.num_tokens += num_tokens
+        request.token_ids.extend([0] * num_tokens)
+        if request.num_output_tokens == most:
+            is_cut = most == request.max_tokens
+            request.status = (
+                RequestStatus.FINISHED_LENGTH if is_cut else RequestStatus.FINISHED_STOPPED
+            )
+            self.completed[request.req_id] = self.seconds + took
 
     def _draft(self, plans: dict[str, tuple[int, ...]]) -> tuple[DraftTokenIds, dict[str, float]]:
         self._drafts = {}
@@ -111,9 +144,10 @@ class World:
         return DraftTokenIds(ids, {}, proposers=by, seconds=seconds), seconds
 
     def _plan(self, request: Request) -> tuple[int, ...]:
+        room = request.max_tokens - request.num_output_tokens - 1
         if request.draft_plan is None:
-            return tuple(drafter.k for drafter in self.drafters)
-        return request.draft_plan.num_draft_tokens
+            return tuple(min(drafter.k, room) for drafter in self.drafters)
+        return tuple(min(k, room) for k in request.draft_plan.num_draft_tokens)
 
     def _noisy(self, seconds: float) -> float:
         return seconds * (1 + self.random.uniform(-self.noise, self.noise))

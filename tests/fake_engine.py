@@ -92,6 +92,7 @@ class FakeRunner:
         self.max_context = None
         self.proposer_name = "script" if k else None
         self.proposer_members = (("script", k),) if k else ()
+        self.tree_members: tuple[str, ...] = ()
         self.row_invariant = True
         self.summary = "a fake model"
         self.answer = answer

@@ -3,7 +3,8 @@
 `MirrorWorker` rebuilds block tables and computed tokens from pickled messages and keeps a "KV
 memory": what it writes for a position is a function of everything before it, read back from that
 memory, so a wrong block table, a wrong prefix hit or an overwritten slot makes it read something
-other than the chain of the tokens, and that fails at once. Its next token is a function of the
+other than the chain of the tokens, and that fails at once. Of a draft tree every node reads what
+its parent wrote, and what was accepted is moved to where it belongs. Its next token is a function of the
 chain, so `Case.plain` can say what plain decoding gives without scheduler, blocks or drafts.
 """
 
@@ -115,6 +116,14 @@ class Held:
     prediction_ids: list[int]
     may_draft: bool
     num_stored: int  # positions that the drafter's own memory holds
+    parents: list[int] | None = None  # of the draft that is to be verified, if it is a tree
+    drafted_at: int = -1  # and for how many tokens it was made
+
+    def parents_of(self, drafts: Sequence[int]) -> list[int]:
+        """For each draft the place of the one above it; -1: none."""
+        if self.parents is not None and self.drafted_at == len(self.token_ids):
+            return self.parents[: len(drafts)]
+        return list(range(-1, len(drafts) - 1))
 
 
 class MirrorWorker:
@@ -176,6 +185,7 @@ class MirrorWorker:
         sampled: dict[str, list[int]] = {}
         failed: dict[str, str] = {}
         logprobs: dict[str, list[dict[int, float]]] = {}
+        accepted: dict[str, list[int]] = {}
         for req_id, num_new in scheduled.num_scheduled_tokens.items():
             held = self.held[req_id]
             self._read(held, rows[req_id])
@@ -194,9 +204,17 @@ class MirrorWorker:
                 for position in range(start, start + num_new):
                     self.memory[self.slot(held, position)] = NAN
                 continue
-            sampled[req_id] = self._verify(held, drafts)
+            sampled[req_id], nodes = self._verify(held, drafts)
+            if held.parents is not None and drafts:
+                accepted[req_id] = nodes
+                self.counts["siblings accepted"] += nodes != list(range(len(nodes)))
+            first = len(held.token_ids)
+            moved = [self.memory[self.slot(held, first + node)] for node in nodes]
+            for place, chain in enumerate(moved):
+                self.memory[self.slot(held, first + place)] = chain
+            held.parents = None
             if held.sampling.logprobs is not None:
-                chains = chain_of(held.token_ids + drafts)[len(held.token_ids) - 1 :]
+                chains = chain_of(held.token_ids + sampled[req_id])[len(held.token_ids) - 1 :]
                 logprobs[req_id] = [
                     logprobs_of(*pair) for pair in zip(chains, sampled[req_id], strict=False)
                 ]
@@ -208,7 +226,11 @@ class MirrorWorker:
             self.counts["rejected"] += num_rejected
             self.counts["partly accepted"] += 0 < num_rejected < len(drafts)
         self.counts["failed"] += len(failed)
-        return pickle.dumps(ModelRunnerOutput(scheduled.step_id, sampled, failed, logprobs))
+        return pickle.dumps(
+            ModelRunnerOutput(
+                scheduled.step_id, sampled, failed, logprobs, accepted_drafts=accepted
+            )
+        )
 
     def _check_limits(self, scheduled: SchedulerOutput) -> None:
         config = self.config
@@ -241,35 +263,50 @@ class MirrorWorker:
         end = start + scheduled.num_scheduled_tokens[req_id]
         rows = (held.token_ids + drafts)[:end]
         assert len(rows) == end
-        chain = self.memory[self.slot(held, start - 1)] if start else EMPTY_CHAIN
+        num_committed = end - len(drafts)
+        parents = held.parents_of(drafts)
         for position in range(start, end):
-            chain = link(chain, rows[position])
-            self.memory[self.slot(held, position)] = chain
-        return rows
+            before = position - 1
+            if position >= num_committed:
+                before = num_committed + parents[position - num_committed]
+            chain = self.memory[self.slot(held, before)] if position else EMPTY_CHAIN
+            self.memory[self.slot(held, position)] = link(chain, rows[position])
+        return rows[:num_committed]
 
     def _read(self, held: Held, rows: list[int]) -> None:
         seen = [self.memory[self.slot(held, position)] for position in range(len(rows))]
         assert seen == chain_of(rows)
 
-    def _verify(self, held: Held, drafts: list[int]) -> list[int]:
-        first = len(held.token_ids) - 1
+    def _verify(self, held: Held, drafts: list[int]) -> tuple[list[int], list[int]]:
+        """Return the tokens that come out, and the places of the drafts accepted."""
+        first = len(held.token_ids)
+        parents = held.parents_of(drafts)
         sampled: list[int] = []
-        for row in range(len(drafts) + 1):
+        nodes: list[int] = []
+        node = -1
+        while True:
             token_id = next_token(
-                self.memory[self.slot(held, first + row)],
-                first + 1 + row - held.num_prompt_tokens,
+                self.memory[self.slot(held, first + node)],
+                first + len(sampled) - held.num_prompt_tokens,
                 held.sampling,
                 self.vocab_size,
             )
             sampled.append(token_id)
-            if row == len(drafts) or drafts[row] != token_id:
-                break
-        return sampled
+            found = [
+                place
+                for place, above in enumerate(parents)
+                if above == node and drafts[place] == token_id
+            ]
+            if not found:
+                return sampled, nodes
+            (node,) = found
+            nodes.append(node)
 
     def draft(self, k_of: dict[str, int]) -> DraftTokenIds:
         """Mostly right guesses, some wrong, some too long, too short, missing or out of date."""
         drafts: dict[str, list[int]] = {}
         lengths: dict[str, int] = {}
+        trees: dict[str, list[int]] = {}
         stored = {}
         if self.config.has_proposer_kv:
             stored = {
@@ -281,6 +318,11 @@ class MirrorWorker:
             if self.rng.random() < 0.05:
                 continue
             most = k if self.config.has_proposer_kv else k + 3  # k may be what there is room for
+            lengths[req_id] = len(held.token_ids) - (self.rng.random() < 0.03)
+            if self.config.has_draft_trees and self.rng.random() < 0.7:
+                drafts[req_id], trees[req_id] = self._tree(held, self.rng.choice([k, k, most, 0]))
+                held.parents, held.drafted_at = trees[req_id], lengths[req_id]
+                continue
             for _ in range(self.rng.choice([k, k, k, most, k // 2, 0])):
                 token_id = next_token(
                     chain_of(token_ids)[-1],
@@ -291,9 +333,32 @@ class MirrorWorker:
                 if self.rng.random() < self.p_wrong:
                     token_id = self.rng.randrange(self.vocab_size)
                 token_ids.append(token_id)
-            lengths[req_id] = len(held.token_ids) - (self.rng.random() < 0.03)
             drafts[req_id] = token_ids[len(held.token_ids) :]
-        return DraftTokenIds(drafts, lengths, num_stored_tokens=stored)
+        return DraftTokenIds(drafts, lengths, num_stored_tokens=stored, parents=trees)
+
+    def _tree(self, held: Held, num_nodes: int) -> tuple[list[int], list[int]]:
+        """Return tokens and parents of a tree in which the right ones stand among wrong siblings."""
+        token_ids: list[int] = []
+        parents: list[int] = []
+        ways = {-1: list(held.token_ids)}
+        for place in range(num_nodes):
+            parent = self.rng.choice([place - 1, place - 1, self.rng.randrange(-1, place)])
+            beside = {t for t, above in zip(token_ids, parents, strict=True) if above == parent}
+            token_id = next_token(
+                chain_of(ways[parent])[-1],
+                len(ways[parent]) - held.num_prompt_tokens,
+                held.sampling,
+                self.vocab_size,
+            )
+            if token_id in beside or self.rng.random() < self.p_wrong:
+                left = [t for t in range(self.vocab_size) if t not in beside]
+                if not left:
+                    break
+                token_id = self.rng.choice(left)
+            token_ids.append(token_id)
+            parents.append(parent)
+            ways[place] = [*ways[parent], token_id]
+        return token_ids, parents
 
     def _store(self, held: Held, k: int) -> int:
         """Do as a drafter with KV layers does; return how many leading positions it holds."""

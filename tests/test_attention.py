@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from foresay.core.worker import attention
+from foresay.core.worker import attention_rules
 from foresay.core.worker.attention import AttentionMetadata, AttentionRules, paged_attention
 from foresay.core.worker.kv_cache import KVCache, LayerKV, block_bytes
 
@@ -238,8 +238,8 @@ def test_a_key_length_that_is_summed_otherwise_is_not_taken(
             parts.reverse()
         return (sum(weight @ value for weight, value in parts) / total).to(dtype)
 
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", attend)
-    assert attention._safe_key_lens(dtype, 8, 3, 64) == (64, 128, 192, 384, 448, 512)
+    monkeypatch.setattr(attention_rules.F, "scaled_dot_product_attention", attend)
+    assert attention_rules._safe_key_lens(dtype, 8, 3, 64) == (64, 128, 192, 384, 448, 512)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -27,7 +27,7 @@ from foresay.core.stats import RequestStats
 KEYS = [
     *("proposer", "task", "prompts", "tokens", "seconds", "tokens_per_second", "speedup"),
     *("mean_acceptance_length", "tokens_per_step", "acceptance_rate", "time_to_first_token"),
-    *("speedup_spread", "ids_equal"),
+    *("speedup_spread", "ids_equal", "nodes_per_step"),
 ]
 DATA = [
     {"id": 1, "task": "copy", "turns": ["abcabcabc", "and again"]},

@@ -21,7 +21,7 @@ import foresay_ngram
 from foresay.core.proposer import DraftInput, Needs
 from foresay.core.testing import ProposerConformance, tiny_gpt2, tiny_llama
 from foresay.core.testing.memory import Reachable
-from foresay.core.worker import attention, build
+from foresay.core.worker import attention_rules, build
 
 RULES = [
     name.removeprefix("test_")
@@ -35,7 +35,9 @@ RULES = [
 def _probe_the_machine_once() -> Iterator[None]:
     """Some 500 engines are built here, and each would ask the machine's kernels the same."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_safe_key_lens", functools.cache(attention._safe_key_lens))
+        patch.setattr(
+            attention_rules, "_safe_key_lens", functools.cache(attention_rules._safe_key_lens)
+        )
         patch.setattr(build, "rows_are_invariant", lambda target, max_model_len: True)
         yield
 

@@ -23,8 +23,9 @@ from foresay.core.messages import (
 from foresay.core.proposer import Draft, DraftInput, Needs
 from foresay.core.worker.chain import Member, ProposerChain
 from foresay.core.worker.kv_cache import KVCache
-from foresay.core.worker.model_runner import ModelRunner, TokenView
+from foresay.core.worker.model_runner import ModelRunner
 from foresay.core.worker.proposing import GuardedProposer
+from foresay.core.worker.request_state import TokenView
 from foresay.core.worker.target import load_target
 
 GREEDY = SamplingData(0.0, 0, 1.0, 0.0, 0, 0, ())

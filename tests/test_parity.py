@@ -82,6 +82,9 @@ def test_plain_decoding_gives_generates_ids(float32: Setting) -> None:
         grid.Condition("random", "one", 4, 8, "small", "cold", adaptive=True),
         grid.Condition("ngram", "one", 4, None, "ample", "off", adaptive=True),
         grid.Condition("all-eos", "each", 4, None, "ample", "off"),
+        grid.Condition("random-trees", "one", 4, 8, "small", "cold"),
+        grid.Condition("bushes", "one", 16, None, "ample", "warm", adaptive=True),
+        grid.Condition("broken-trees", "each", 1, None, "ample", "off"),
         grid.Condition("raising", "one", 16, 8, "ample", "cold"),
         grid.Condition("out-of-range", "one", 4, None, "small", "off"),
     ],
@@ -115,7 +118,7 @@ def test_in_bfloat16_every_other_argmax_lies_on_a_near_tie(bfloat16: Setting) ->
     assert margins.num_different < margins.num_rows / 10, margins
 
 
-@pytest.mark.parametrize("proposer", ["ngram", "random"])
+@pytest.mark.parametrize("proposer", ["ngram", "random", "random-trees"])
 def test_in_bfloat16_drafts_change_no_bit_where_rows_are_invariant(
     bfloat16: Setting, proposer: str
 ) -> None:

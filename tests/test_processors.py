@@ -495,7 +495,7 @@ def test_mixed_settings_in_one_batch_give_what_each_gives_alone(dtype: torch.dty
     assert [sample([row])[0] for row in rows] == together
     assert sample(rows[::-1]) == together[::-1]
     for row in rows:
-        copy = Row(row.logits.clone(), row.context, row.num_drafts)
+        copy = Row(row.logits.clone(), row.context, row.index)
         assert torch.equal(logits_of(copy), logits_of(row))
     assert torch.equal(table, before)
     assert len({token for token in together if isinstance(token, int)}) > 12

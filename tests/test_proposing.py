@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -40,9 +41,14 @@ class Fake:
         self.released.append(req_id)
 
 
-def guarded(proposer: Any, *, strict: bool = False) -> GuardedProposer:
+def guarded(proposer: Any, *, strict: bool = False, may_branch: bool = False) -> GuardedProposer:
     return GuardedProposer(
-        proposer, name="fake", owner="foresay-fake 1.2", vocab_size=VOCAB_SIZE, strict=strict
+        proposer,
+        name="fake",
+        owner="foresay-fake 1.2",
+        vocab_size=VOCAB_SIZE,
+        strict=strict,
+        may_branch=may_branch,
     )
 
 
@@ -59,7 +65,7 @@ def test_sound_drafts_pass_as_they_are_short_empty_and_ragged() -> None:
     fake = Fake(Draft([[1, 2, 3], [], [0, VOCAB_SIZE - 1], [4]]))
     proposer = guarded(fake)
     asked = batch_of(3, 2, 2, 5)
-    assert proposer.propose(asked) == [[1, 2, 3], [], [0, 49], [4]]
+    assert proposer.propose(asked) == Draft([[1, 2, 3], [], [0, 49], [4]])
     assert proposer.take_faults() == {}
     assert fake.calls == [asked]
 
@@ -79,7 +85,7 @@ def test_sound_drafts_pass_as_they_are_short_empty_and_ragged() -> None:
 )
 def test_any_sequence_of_integers_is_a_draft(ids: Any) -> None:
     proposer = guarded(Fake(drafted(ids)), strict=True)
-    (first, second) = proposer.propose(batch_of(2, 1))
+    (first, second) = proposer.propose(batch_of(2, 1)).token_ids
     assert (first, second) == ([3, 4], [9])
     assert [type(token_id) for token_id in first] == [int, int]
 
@@ -94,7 +100,7 @@ def test_any_sequence_of_integers_is_a_draft(ids: Any) -> None:
 )
 def test_a_sequence_of_drafts_is_a_draft(token_ids: Any) -> None:
     proposer = guarded(Fake(Draft(token_ids)), strict=True)
-    assert proposer.propose(batch_of(2, 2)) == [[3, 4], [9, 8]]
+    assert proposer.propose(batch_of(2, 2)).token_ids == [[3, 4], [9, 8]]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +114,7 @@ def test_a_sequence_of_drafts_is_a_draft(token_ids: Any) -> None:
 )
 def test_too_long_a_draft_is_cut(ids: Any, kept: list[int]) -> None:
     proposer = guarded(Fake(drafted(ids)))
-    assert proposer.propose(batch_of(2, 1)) == [kept, [9]]
+    assert proposer.propose(batch_of(2, 1)).token_ids == [kept, [9]]
     assert proposer.take_faults() == {"too_long": 1}
 
 
@@ -142,7 +148,7 @@ BAD_IDS = {
 @pytest.mark.parametrize("bad", BAD_IDS.values(), ids=list(BAD_IDS))
 def test_a_draft_ends_before_its_first_bad_id(bad: Any) -> None:
     proposer = guarded(Fake(drafted([5, bad, 6])))
-    assert proposer.propose(batch_of(3, 1)) == [[5], [9]]
+    assert proposer.propose(batch_of(3, 1)).token_ids == [[5], [9]]
     assert proposer.take_faults() == {"bad_id": 1}
     strict = guarded(Fake(drafted([5, bad, 6])), strict=True)
     with pytest.raises(ProposerError, match=r"is no token id in range\(50\)"):
@@ -180,7 +186,7 @@ MALFORMED: dict[str, tuple[Any, str]] = {
     "too many": (Draft([[5]] * 3), "ValueError: propose() drafted for 3 of 2 requests"),
     "a tree": (
         Draft([[5], [9]], parents=[[-1], [-1]]),
-        "ValueError: Draft.parents is set: drafts are chains in this version",
+        "ValueError: Draft.parents is set, and Needs.tree was not declared",
     ),
     "an exception": (KeyError("weights"), "KeyError: 'weights'"),
     "a multi-line exception": (RuntimeError("one\n  two"), "RuntimeError: one two"),
@@ -192,10 +198,10 @@ def test_what_is_no_draft_counts_as_raised_and_drafts_nothing(
     answer: Any, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     proposer = guarded(Fake(answer, drafted([5])))
-    assert proposer.propose(batch_of(3, 1)) == [[], []]
+    assert proposer.propose(batch_of(3, 1)).token_ids == [[], []]
     assert proposer.take_faults() == {"raised": 1}
     assert caplog.messages[0].startswith(f"{NAME}: {words}")
-    assert proposer.propose(batch_of(3, 1)) == [[5], [9]]
+    assert proposer.propose(batch_of(3, 1)).token_ids == [[5], [9]]
     strict = guarded(Fake(answer), strict=True)
     with pytest.raises(ProposerError) as error:
         strict.propose(batch_of(3, 1))
@@ -204,7 +210,7 @@ def test_what_is_no_draft_counts_as_raised_and_drafts_nothing(
 
 def test_an_object_with_token_ids_passes_for_a_draft() -> None:
     proposer = guarded(Fake(SimpleNamespace(token_ids=[[5]])), strict=True)
-    assert proposer.propose(batch_of(1)) == [[5]]
+    assert proposer.propose(batch_of(1)).token_ids == [[5]]
 
 
 def test_faults_are_counted_by_kind_and_taken_once() -> None:
@@ -280,7 +286,7 @@ def test_a_proposer_cannot_change_the_list_of_requests(
 
     proposer = guarded(Fake(answer))
     asked = batch_of(1, 2)
-    assert proposer.propose(asked) == [[], []]
+    assert proposer.propose(asked) == Draft([[], []])
     assert asked == batch_of(1, 2)
     assert proposer.take_faults() == {"raised": 1}
 
@@ -288,7 +294,7 @@ def test_a_proposer_cannot_change_the_list_of_requests(
 def test_a_list_that_the_proposer_goes_on_using_is_copied() -> None:
     mine = [[5, 6]]
     proposer = guarded(Fake(Draft(mine)))
-    found = proposer.propose(batch_of(2))
+    found = proposer.propose(batch_of(2)).token_ids
     mine[0].append(7)
     assert found == [[5, 6]]
 
@@ -308,7 +314,7 @@ def test_a_proposer_without_release_is_fine() -> None:
 
     proposer = guarded(Bare(), strict=True)
     proposer.release("a")
-    assert proposer.propose(batch_of(1)) == [[5]]
+    assert proposer.propose(batch_of(1)).token_ids == [[5]]
 
 
 def test_a_release_that_raises_is_survived_and_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -323,7 +329,7 @@ def test_a_release_that_raises_is_survived_and_counted(caplog: pytest.LogCapture
     assert caplog.messages == [
         f"{NAME}: release: KeyError: 'a'; counted from now on, not logged again"
     ]
-    assert proposer.propose(batch_of(1, 1)) == [[5], [9]]
+    assert proposer.propose(batch_of(1, 1)).token_ids == [[5], [9]]
     assert proposer.take_faults() == {"raised": 4}
     with pytest.raises(ProposerError, match="release: KeyError: 'a'"):
         guarded(Forgetful(None), strict=True).release("a")
@@ -345,3 +351,31 @@ def test_what_ends_the_program_is_not_survived(stop: type[BaseException]) -> Non
 
     with pytest.raises(stop):
         guarded(Fake(answer)).propose(batch_of(1))
+
+
+def test_trees_pass_chains_have_no_parents_and_faults_are_cut_with_their_subtree() -> None:
+    answer = Draft(
+        [[5, 6, 7], [9, 8], [1, 99, 2], [4, 4]], [[-1, -1, 0], [-1, 0], [-1, -1, 1], None]
+    )
+    proposer = guarded(Fake(answer), may_branch=True)
+    asked = batch_of(3, 2, 3, 2)
+    assert proposer.propose(asked) == Draft(
+        [[5, 6, 7], [9, 8], [1], [4, 4]], [[-1, -1, 0], None, None, None]
+    )
+    assert proposer.take_faults() == {"bad_id": 1}
+    with pytest.raises(ProposerError, match="99 is no token id"):
+        guarded(Fake(answer), may_branch=True, strict=True).propose(asked)
+
+
+@pytest.mark.parametrize(
+    ("parents", "said"),
+    [
+        ([[-1]], "Draft.parents has 1 items for 2 requests"),
+        ([[-1, 0], [-1]], "Draft.parents[0] has 2 items for 1 tokens"),
+        ([5, [-1]], "Draft.parents[0] is 5, not a list"),
+    ],
+)
+def test_parents_that_do_not_fit_their_tokens_are_no_draft(parents: Any, said: str) -> None:
+    proposer = guarded(Fake(Draft([[5], [9]], parents)), strict=True, may_branch=True)
+    with pytest.raises(ProposerError, match=re.escape(said)):
+        proposer.propose(batch_of(1, 1))

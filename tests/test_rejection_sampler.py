@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import make_sampling
-from verifying import EOS, INF, NAN, bad_rows, make_request, mixed_batch, one_hot
+from verifying import EOS, INF, NAN, bad_rows, emitted, make_request, mixed_batch, one_hot
 
 from foresay.core.messages import SamplingData
 from foresay.core.worker import sampling as sampling_module
@@ -48,7 +48,7 @@ def test_drafts_are_accepted_up_to_the_first_that_differs_and_one_token_follows(
 ) -> None:
     logits = one_hot(3, 1, 4, 0)[: 1 + len(drafts)]
     request = make_request(drafts, temperature=temperature, top_k=1)
-    assert verify(logits, [request]) == [VerifyResult(tokens)]
+    assert verify(logits, [request]) == [emitted(tokens)]
 
 
 def test_requests_of_all_kinds_share_a_step_and_keep_their_order() -> None:
@@ -140,7 +140,7 @@ def test_a_bad_row_after_a_mismatch_does_no_harm(
 ) -> None:
     rule = rule | {"min_tokens": 99, "stop_token_ids": (EOS,)}
     logits = torch.cat((one_hot(3, 1), torch.stack((bad, bad))))
-    assert verify(logits, [make_request([3, 5, 1], **rule)]) == [VerifyResult([3, 1])]
+    assert verify(logits, [make_request([3, 5, 1], **rule)]) == [emitted([3, 1])]
 
 
 @by_rule

@@ -179,6 +179,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         has_proposer_kv=draw(st.booleans()),
         draft_slots=draft_slots,
         kv_reach=draw(st.sampled_from((1, 1, 2, 3))),
+        has_draft_trees=draw(st.booleans()),
     )
 
 
@@ -261,6 +262,7 @@ def test_tiny_pools_meet_every_kind_of_event(block_size: int) -> None:
             num_speculative_tokens=4,
             has_proposer_kv=seed % 2 == 1,
             kv_reach=1 + seed % 3,
+            has_draft_trees=seed % 3 > 0,
         )
         cases = make_cases(rng, config, 10, vocab=5)
         events = Events(
@@ -276,6 +278,7 @@ def test_tiny_pools_meet_every_kind_of_event(block_size: int) -> None:
         "verified",
         "rejected",
         "partly accepted",
+        "siblings accepted",
         "aborted",
         "failed",
         "zeroed",

@@ -29,6 +29,7 @@ HEADINGS = (
     "mean acceptance length",
     "tokens per step",
     "accepted",
+    "nodes per step",
     "first token (s)",
     "ids equal",
 )
@@ -60,6 +61,7 @@ class Row:
     time_to_first_token: float | None
     speedup_spread: tuple[float, float] | None  # the least and the most of the repeats
     ids_equal: bool | None  # to those of the first proposer; None where texts may differ
+    nodes_per_step: float | None  # draft tokens verified per step with a draft
 
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
@@ -79,6 +81,7 @@ class Row:
             show(self.mean_acceptance_length),
             show(self.tokens_per_step),
             show(self.acceptance_rate, ".0%"),
+            show(self.nodes_per_step, ".1f"),
             show(self.time_to_first_token, ".3f"),
             "n/a" if self.ids_equal is None else "yes" if self.ids_equal else "NO",
         ]
@@ -182,6 +185,7 @@ class Measurements:
             )
             if compared
             else None,
+            nodes_per_step=stats.nodes_per_step,
         )
 
 

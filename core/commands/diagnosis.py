@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from foresay.core.scheduling.acceptance import Rates
-from foresay.core.scheduling.draft_choice import Choice, Chooser, Offer
+from foresay.core.scheduling.draft_choice import Chooser, Menu
 from foresay.core.scheduling.step_cost import StepCost
 
 _ROUNDS = 40  # of a bisection: closer than any measurement
@@ -65,8 +65,7 @@ class Economy:
         """
         rates = self.rates if rates is None else rates
         ks = [k] * len(rates) if isinstance(k, int) else k
-        offers = [Offer.of(own, len(own.there)) for own in rates]
-        choice = Choice.of(offers, ks)
+        choice = _menu(rates).choice(ks)
         plan = self._chooser.plan([choice] * self.num_requests, self.num_requests)
         rows = self.num_requests * (1 + choice.rows)
         step = self.cost.step(rows, self.num_requests)
@@ -81,8 +80,8 @@ class Economy:
     def best(self) -> Expected:
         """Return the best step that drafts: it may be worse than a plain one."""
         found = [self.expect(k) for k in range(1, self.most + 1)]
-        offers = [Offer.of(rates, len(rates.there)) for rates in self.rates]
-        plan = self._chooser.best([offers] * self.num_requests, self.num_requests)
+        menus = [_menu(self.rates)] * self.num_requests
+        plan = self._chooser.best(menus, self.num_requests)
         if plan is not None:  # the members of a chain may differ
             found.append(self.expect(plan.choices[0].num_draft_tokens))
         return max(found, key=self.speedup)
@@ -169,6 +168,10 @@ class Economy:
 
     def _tokens_at(self, rate: float, ks: Sequence[int]) -> float:
         return self.expect(ks, [uniform(own, rate) for own in self.rates]).tokens
+
+
+def _menu(rates: Sequence[Rates]) -> Menu:
+    return Menu.of(rates, [len(own.there) for own in rates])
 
 
 def uniform(rates: Rates, rate: float) -> Rates:

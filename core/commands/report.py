@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from foresay.core.errors import EngineError
-from foresay.core.stats import RequestStats, RunStats, ratio, show
+from foresay.core.stats import DraftStats, RequestStats, RunStats, ratio, show
 
 
 def note(text: str) -> None:
@@ -61,7 +61,7 @@ def report(stats: RequestStats | RunStats, seconds: float) -> list[str]:
     for name, own in stats.by_proposer.items():
         lines.append(
             f"{name}: accepted {own.num_accepted_tokens} of {own.num_draft_tokens} draft tokens "
-            f"({show(own.acceptance_rate, '.0%')})"
+            f"({show(own.acceptance_rate, '.0%')}){_of_trees(own)}"
         )
     lines.append("draft position " + _columns(range(1, len(stats.acceptance_per_position) + 1)))
     lines.append("accepted       " + _columns(stats.acceptance_per_position))
@@ -83,6 +83,14 @@ def in_short(stats: RequestStats, seconds: float, num_cached: int, num_prompt: i
         f"{num_cached} of {num_prompt} prompt tokens cached",
     ]
     return ", ".join(parts)
+
+
+def _of_trees(stats: DraftStats) -> str:
+    """Say how large and how deep drafts were, if some were trees."""
+    if stats.num_draft_positions == stats.num_draft_tokens:
+        return ""
+    nodes, depth = show(stats.nodes_per_step, ".1f"), show(stats.mean_draft_depth, ".1f")
+    return f", in trees of {nodes} nodes, {depth} deep"
 
 
 def _columns(values: Sequence[float | int | None]) -> str:

@@ -1,88 +1,159 @@
 """How far drafts get: of a request's drafts, and of all drafts of a proposer.
 
-Knows counts, no seconds. For each place in the draft two rates: that there *is* a token, given the
-one before; and that it is there *and accepted*, given that the one before was. A draft that was
-allowed k tokens and ended earlier, or is empty, counts at the place where it ended: what is
-estimated is what allowing k tokens brings.
+Knows counts, no seconds. What is estimated is what *allowing* k tokens brings: a draft that was
+allowed k and has fewer, or none, counts at the places where it has nothing.
+
+**Of a chain** there are two rates for each place: that there *is* a token, given the one before;
+and that it is there *and accepted*, given that the one before was.
+
+**Of a tree**, whose nodes are listed from the best one down, there are two for each rank: that there
+is a node, and that there is one which lies on the accepted path. Both are unconditional: which node
+hangs on which differs from one tree to the next, its rank says what it is worth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 _FIRST_GUESS = 0.75  # of a proposer that has never drafted: try it
+_FIRST_NODE, _FALLING = 0.6, 0.7  # of a tree's best node, and from one rank to the next
 _GUESS_WEIGHT = 2.0  # in drafts
 _HISTORY_WEIGHT = 4.0  # how many drafts of its own a request must have to outweigh the history
 _REQUEST_MEMORY = 0.93  # what a draft still counts after the next one
 _HISTORY_MEMORY = 0.98
-
-
-class Acceptance:
-    """Rates by place; the newest drafts count most."""
-
-    def __init__(self, k: int, memory: float, weight: float) -> None:
-        """`weight`: how many drafts outweigh what is assumed before there are any."""
-        self._memory = memory
-        self._weight = weight
-        self._may_be = [0.0] * k  # a token stood before, and one might follow
-        self._is = [0.0] * k
-        self._may_hold = [0.0] * k  # the token before was accepted, and one might follow
-        self._holds = [0.0] * k
-
-    def add(self, k: int, num_drafted: int, num_accepted: int) -> None:
-        """Take a draft: allowed `k` tokens, it had `num_drafted`."""
-        memory = self._memory
-        for counts in (self._may_be, self._is, self._may_hold, self._holds):
-            counts[:] = [count * memory for count in counts]
-        for place in range(min(k, num_drafted + 1)):
-            self._may_be[place] += 1
-            self._is[place] += place < num_drafted
-        for place in range(min(k, num_accepted + 1)):
-            self._may_hold[place] += 1
-            self._holds[place] += place < num_accepted
-
-    def rates(self, prior: Rates | None = None) -> Rates:
-        """Return the rates; `prior`: those of the history. Without one, a first guess."""
-        there: list[float] = []
-        accepted: list[float] = []
-        weight = self._weight
-        for place in range(len(self._is)):
-            if prior is not None:
-                is_there, holds = prior.there[place], prior.accepted[place]
-            elif place:  # as the place before
-                is_there, holds = there[-1], accepted[-1]
-            else:
-                is_there, holds = 1.0, _FIRST_GUESS
-            there.append((self._is[place] + weight * is_there) / (self._may_be[place] + weight))
-            accepted.append(
-                (self._holds[place] + weight * holds) / (self._may_hold[place] + weight)
-            )
-        return Rates(there, accepted)
+_MOST = 0.98  # a rate that is only hoped for
+_HEAVY = 1e12  # of a draft's weight: then all counts are scaled down
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """By place: that a token is there, and that it is there and accepted; see above."""
+    """By place or rank: that a token is there, and that it is there and accepted; see above."""
 
     there: Sequence[float]
     accepted: Sequence[float]
+    is_tree: bool = False
 
     def raised(self, by: float) -> Rates:
-        """Return rates of which more is accepted at every place."""
-        return Rates(self.there, [min(rate + by, 0.98) for rate in self.accepted])
+        """Return rates of which more is accepted: at every place, of a tree less by rank."""
+        if not by:
+            return self
+        hoped = [
+            min(rate + (by / (1 + place) if self.is_tree else by), _MOST)
+            for place, rate in enumerate(self.accepted)
+        ]
+        return Rates(self.there, hoped, self.is_tree)
 
 
-def of_proposer(k: int) -> Acceptance:
+class Acceptance(Protocol):
+    """Rates by place or rank; the newest drafts count most."""
+
+    def add(self, k: int, num_drafted: int, accepted: Sequence[int]) -> None:
+        """Take a draft: allowed `k` tokens, it had `num_drafted`; `accepted` places, ascending."""
+        ...
+
+    def rates(self, prior: Rates | None = None) -> Rates:
+        """Return the rates; `prior`: those of the history. Without one, a first guess."""
+        ...
+
+
+class _Fading:
+    """Counts that fade: instead of all old ones becoming less, each new one weighs more."""
+
+    def __init__(self, k: int, memory: float, weight: float) -> None:
+        """`weight`: how many drafts outweigh what is assumed before there are any."""
+        self._growth = 1 / memory
+        self._weight = weight
+        self._one = 1.0  # what the last draft counts
+        self._may_be = [0.0] * k  # of a draft's places: a token could have been there
+        self._is = [0.0] * k
+        self._may_hold = [0.0] * k
+        self._holds = [0.0] * k
+
+    def _next(self) -> float:
+        self._one *= self._growth
+        if self._one > _HEAVY:
+            for counts in (self._may_be, self._is, self._may_hold, self._holds):
+                counts[:] = [count / self._one for count in counts]
+            self._one = 1.0
+        return self._one
+
+
+class ChainAcceptance(_Fading):
+    """`Acceptance` of chains, by place."""
+
+    def add(self, k: int, num_drafted: int, accepted: Sequence[int]) -> None:
+        """See `Acceptance`; accepted are the first ones."""
+        one = self._next()
+        num_accepted = len(accepted)
+        for place in range(min(k, num_drafted + 1)):
+            self._may_be[place] += one
+            if place < num_drafted:
+                self._is[place] += one
+        for place in range(min(k, num_accepted + 1)):
+            self._may_hold[place] += one
+            if place < num_accepted:
+                self._holds[place] += one
+
+    def rates(self, prior: Rates | None = None) -> Rates:
+        """See `Acceptance`."""
+        there: list[float] = []
+        accepted: list[float] = []
+        weight = self._weight * self._one
+        is_there, holds = 1.0, _FIRST_GUESS
+        for place, count in enumerate(self._is):
+            if prior is not None:
+                is_there, holds = prior.there[place], prior.accepted[place]
+            # Without a prior, as the place before.
+            is_there = (count + weight * is_there) / (self._may_be[place] + weight)
+            holds = (self._holds[place] + weight * holds) / (self._may_hold[place] + weight)
+            there.append(is_there)
+            accepted.append(holds)
+        return Rates(there, accepted)
+
+
+class TreeAcceptance(_Fading):
+    """`Acceptance` of trees, by rank."""
+
+    def add(self, k: int, num_drafted: int, accepted: Sequence[int]) -> None:
+        """See `Acceptance`; accepted are the nodes of a path."""
+        one = self._next()
+        for rank in range(k):
+            self._may_be[rank] += one
+            if rank < num_drafted:
+                self._is[rank] += one
+        for rank in accepted:
+            self._holds[rank] += one
+
+    def rates(self, prior: Rates | None = None) -> Rates:
+        """See `Acceptance`."""
+        weight = self._weight * self._one
+        if prior is None:
+            guess = [_FIRST_NODE * _FALLING**rank for rank in range(len(self._is))]
+            prior = Rates([1.0] * len(guess), guess, is_tree=True)
+        there, accepted = [], []
+        for rank, allowed in enumerate(self._may_be):
+            all_of_it = allowed + weight
+            there.append((self._is[rank] + weight * prior.there[rank]) / all_of_it)
+            accepted.append((self._holds[rank] + weight * prior.accepted[rank]) / all_of_it)
+        return Rates(there, accepted, is_tree=True)
+
+
+def of_proposer(k: int, *, is_tree: bool = False) -> Acceptance:
     """Return the empty history of a proposer that drafts up to `k` tokens."""
-    return Acceptance(k, _HISTORY_MEMORY, _GUESS_WEIGHT)
+    return _kind(is_tree)(k, _HISTORY_MEMORY, _GUESS_WEIGHT)
 
 
-def of_all(k: int) -> Acceptance:
+def of_all(k: int, *, is_tree: bool = False) -> Acceptance:
     """Return the empty record of a proposer in which all drafts count the same."""
-    return Acceptance(k, 1.0, _GUESS_WEIGHT)
+    return _kind(is_tree)(k, 1.0, _GUESS_WEIGHT)
 
 
-def of_request(k: int) -> Acceptance:
+def of_request(k: int, *, is_tree: bool = False) -> Acceptance:
     """Return the empty record of a request that may have drafts of up to `k` tokens."""
-    return Acceptance(k, _REQUEST_MEMORY, _HISTORY_WEIGHT)
+    return _kind(is_tree)(k, _REQUEST_MEMORY, _HISTORY_WEIGHT)
+
+
+def _kind(is_tree: bool) -> type[ChainAcceptance] | type[TreeAcceptance]:
+    return TreeAcceptance if is_tree else ChainAcceptance

@@ -11,38 +11,55 @@ given r each request decides for itself, what a row costs being the slope of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import combinations
+from math import inf
 
 from foresay.core.scheduling.acceptance import Rates
 from foresay.core.scheduling.step_cost import StepCost
 
 _MOST_ROUNDS = 4
 _MOST_CONFIDENCE = 0.9
+_TREE_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # numbers of nodes to choose from
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Offer:
     """What a member of the chain can do for a request: by k, from 0 on, what is expected."""
 
-    tokens: list[float] = field(default_factory=lambda: [0.0])  # accepted
-    rows: list[float] = field(default_factory=lambda: [0.0])  # drafted
-    empty: float = 1.0  # the probability that it has no draft
+    tokens: Sequence[float]  # accepted
+    rows: Sequence[float]  # drafted
+    empty: float  # the probability that it has no draft
+    sizes: Sequence[int]  # the k from 1 on that are worth looking at
 
     @classmethod
     def of(cls, rates: Rates, k: int) -> Offer:
         """Return what is expected at these rates of drafts up to `k` tokens."""
-        offer = cls()
-        there = accepted = 1.0
-        for place in range(k):
-            there *= rates.there[place]
-            accepted *= rates.accepted[place]
-            offer.rows.append(offer.rows[-1] + there)
-            offer.tokens.append(offer.tokens[-1] + accepted)
-        if k:
-            offer.empty = 1 - rates.there[0]
-        return offer
+        tokens, rows = [0.0], [0.0]
+        if rates.is_tree:
+            for there, accepted in zip(rates.there[:k], rates.accepted[:k], strict=True):
+                rows.append(rows[-1] + there)
+                tokens.append(tokens[-1] + accepted)
+            sizes = [size for size in _TREE_SIZES if size < k]
+            return cls(tokens, rows, 1 - rates.there[0] if k else 1.0, [*sizes, k] if k else [])
+        is_there = holds = 1.0
+        for there, accepted in zip(rates.there[:k], rates.accepted[:k], strict=True):
+            is_there *= there
+            holds *= accepted
+            rows.append(rows[-1] + is_there)
+            tokens.append(tokens[-1] + holds)
+        return cls(tokens, rows, 1 - rates.there[0] if k else 1.0, range(1, k + 1))
+
+    def best(self, price: float) -> tuple[float, int]:
+        """Return the gain in tokens of the best draft, and its k, a row being worth `price`."""
+        tokens, rows = self.tokens, self.rows
+        best, best_gain = 0, -inf
+        for k in self.sizes:
+            gain = tokens[k] - price * rows[k]
+            if gain > best_gain:
+                best, best_gain = k, gain
+        return best_gain, best
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +72,44 @@ class Choice:
     asked: tuple[float, ...]  # by member, the probability that it is called
     lengths: tuple[float, ...]  # by member, tokens drafted if it is called
 
+
+class Menu:
+    """What the members of the chain can do for a request, and the choices made of it."""
+
+    def __init__(self, offers: Sequence[Offer]) -> None:
+        """`offers`: by member."""
+        self.offers = offers
+        self._choices: dict[tuple[int, ...], Choice] = {}
+
     @classmethod
-    def of(cls, offers: Sequence[Offer], ks: Sequence[int]) -> Choice:
-        """Return what comes of asking members, in their order, until one has a draft."""
+    def of(cls, rates: Iterable[Rates], ks: Iterable[int]) -> Menu:
+        """Return what members with these rates can do with up to so many tokens each."""
+        return cls([Offer.of(own, k) for own, k in zip(rates, ks, strict=True)])
+
+    def choice(self, ks: Sequence[int]) -> Choice:
+        """Return what comes of asking members, in their order, until one has a draft.
+
+        `ks`: their draft tokens, at most; 0: a member is not asked.
+        """
+        wanted = tuple(ks)
+        choice = self._choices.get(wanted)
+        if choice is None:
+            choice = self._choices[wanted] = self._weigh(wanted)
+        return choice
+
+    def _weigh(self, ks: Sequence[int]) -> Choice:
         tokens = rows = 0.0
         reached = 1.0
         asked, lengths = [], []
-        ks = tuple(min(k, len(offer.tokens) - 1) for offer, k in zip(offers, ks, strict=True))
-        for offer, k in zip(offers, ks, strict=True):
+        own = tuple(min(k, len(offer.tokens) - 1) for offer, k in zip(self.offers, ks, strict=True))
+        for offer, k in zip(self.offers, own, strict=True):
             tokens += reached * offer.tokens[k]
             rows += reached * offer.rows[k]
             asked.append(reached if k else 0.0)
             lengths.append(offer.rows[k])
             if k:
                 reached *= offer.empty
-        return cls(ks, tokens, rows, tuple(asked), tuple(lengths))
+        return Choice(own, tokens, rows, tuple(asked), tuple(lengths))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +126,11 @@ class Plan:
         """Tokens per second."""
         return self.tokens / self.seconds
 
+    @property
+    def drafts(self) -> bool:
+        """Whether it drafts for anyone."""
+        return any(choice.rows for choice in self.choices)
+
 
 class Chooser:
     """Weighs what an engine's proposers offer against what it costs."""
@@ -99,25 +144,45 @@ class Chooser:
             order for size in range(1, len(members) + 1) for order in combinations(numbers, size)
         ]
 
-    def plan(self, choices: Sequence[Choice], num_requests: int) -> Plan | None:
-        """Return what some choices bring; None: the seconds of a step are not known yet.
+    def seconds(
+        self,
+        num_rows: float,
+        num_requests: int,
+        called: Sequence[float],
+        longest: Sequence[float],
+    ) -> float | None:
+        """Return the seconds of a step with drafting; None: they are not known yet.
 
-        `num_requests` may be more than there are choices: some may not be drafted for.
+        `called`, `longest`: by member, for how many requests, and the most tokens of one of them.
         """
-        num_rows = num_requests + sum(choice.rows for choice in choices)
         seconds = self._cost.step(num_rows, num_requests)
         if seconds is None:
             return None
-        for number, name in enumerate(self._names):
-            called = sum(choice.asked[number] for choice in choices)
-            if called:
-                longest = max(choice.lengths[number] for choice in choices)
-                took = self._cost.drafting(name, max(1, round(called)), longest)
-                seconds += took * min(1.0, called)
-        tokens = num_requests + sum(choice.tokens for choice in choices)
-        return Plan(choices, tokens, seconds)
+        for name, number, length in zip(self._names, called, longest, strict=True):
+            if number:
+                took = self._cost.drafting(name, max(1, round(number)), length)
+                seconds += took * min(1.0, number)
+        return seconds
 
-    def best(self, offers: Sequence[Sequence[Offer]], num_requests: int) -> Plan | None:
+    def plan(self, choices: Sequence[Choice], num_requests: int, row: float = 0.0) -> Plan | None:
+        """Return what some choices bring; None: the seconds of a step are not known yet.
+
+        `num_requests` may be more than there are choices: some may not be drafted for. `row`: what
+        a row more takes.
+        """
+        num_rows = num_requests + sum(choice.rows for choice in choices)
+        members = range(len(self._names))
+        called = [sum(choice.asked[number] for choice in choices) for number in members]
+        longest = [
+            max((choice.lengths[number] for choice in choices), default=0.0) for number in members
+        ]
+        seconds = self.seconds(num_rows, num_requests, called, longest)
+        if seconds is None:
+            return None
+        tokens = num_requests + sum(choice.tokens for choice in choices)
+        return Plan(choices, tokens, seconds, row)
+
+    def best(self, menus: Sequence[Menu], num_requests: int) -> Plan | None:
         """Return the best plan that drafts; None: no draft has any prospect, or nothing is known.
 
         It may be worse than not to draft.
@@ -128,24 +193,27 @@ class Chooser:
         rate, found = plain.rate, None
         num_rows = float(num_requests)
         for _ in range(_MOST_ROUNDS):
-            row = self._row_seconds(num_rows, num_requests)
-            tried = self._weighed(self._choose(offers, rate, row), num_requests, row)
-            if tried is None or (found is not None and tried.rate <= found.rate * 1.001):
+            row = self.row_seconds(num_rows, num_requests)
+            tried = self.plan(self.at(menus, rate, row), num_requests, row)
+            if tried is None or not tried.drafts:
+                break
+            if found is not None and tried.rate <= found.rate * 1.001:
                 break
             found = tried
-            rate = max(rate, tried.rate)
-            num_rows = num_requests + sum(choice.rows for choice in tried.choices)
+            rate = max(rate, found.rate)
+            num_rows = num_requests + sum(choice.rows for choice in found.choices)
         # All one token, and all as many as there may be: a slope hides what lies beyond a step.
-        for k in (1, max(len(offer.tokens) for each in offers for offer in each) - 1):
-            every = [Choice.of(each, [k] * len(self._names)) for each in offers]
-            row = self._row_seconds(num_requests + len(offers) * k, num_requests)
-            tried = self._weighed(every, num_requests, row)
-            if tried is not None and (found is None or tried.rate > found.rate):
+        most = max(len(offer.tokens) for menu in menus for offer in menu.offers) - 1
+        for k in (1, most):
+            every = [menu.choice([k] * len(self._names)) for menu in menus]
+            row = self.row_seconds(num_requests + len(menus) * k, num_requests)
+            tried = self.plan(every, num_requests, row)
+            if tried is not None and tried.drafts and (found is None or tried.rate > found.rate):
                 found = tried
         return found
 
     def confidence(self, plan: Plan) -> float:
-        """Return the confidence below which a draft of a plan should end.
+        """Return the confidence below which a draft of a plan should end, or a node be left out.
 
         A token more takes its row and its part of the drafting; while those seconds last, the plan
         as a whole makes so many tokens.
@@ -159,47 +227,36 @@ class Chooser:
                 most = max(most, each / max(1.0, called))
         return min(plan.rate * (plan.row_seconds + most), _MOST_CONFIDENCE)
 
-    def _weighed(self, choices: Sequence[Choice], num_requests: int, row: float) -> Plan | None:
-        if not any(choice.rows for choice in choices):
-            return None
-        plan = self.plan(choices, num_requests)
-        return None if plan is None else Plan(choices, plan.tokens, plan.seconds, row)
-
-    def _choose(
-        self, offers: Sequence[Sequence[Offer]], rate: float, row: float
-    ) -> Sequence[Choice]:
+    def at(self, menus: Sequence[Menu], rate: float, row: float) -> Sequence[Choice]:
         """Return what is best for each request if a second is worth `rate` tokens.
 
         `row`: what a row more takes.
         """
-        share = len(offers)
-        most = max(len(offer.tokens) for each in offers for offer in each) - 1
+        share = len(menus)
+        most = max(len(offer.tokens) for menu in menus for offer in menu.offers) - 1
         calls = [self._call(number, share, most) for number in range(len(self._names))]
+        prices = [rate * (row + another / share) for _, another in calls]
+        fixed = [rate * first / share for first, _ in calls]
         nothing = (0,) * len(self._names)
         chosen = []
-        for each in offers:
+        for menu in menus:
+            bests = [offer.best(price) for offer, price in zip(menu.offers, prices, strict=True)]
             best, best_gain = nothing, 0.0
             for order in self._orders:
                 ks = list(nothing)
                 gain, reached = 0.0, 1.0
                 for number in order:
-                    first, another = calls[number]
-                    offer = each[number]
-                    values = [
-                        tokens - rate * (row * rows + (first + another * rows) / share)
-                        for tokens, rows in zip(offer.tokens[1:], offer.rows[1:], strict=True)
-                    ]
-                    if values:
-                        value = max(values)
-                        ks[number] = values.index(value) + 1
-                        gain += reached * value
-                        reached *= offer.empty
+                    value, k = bests[number]
+                    if k:
+                        ks[number] = k
+                        gain += reached * (value - fixed[number])
+                        reached *= menu.offers[number].empty
                 if gain > best_gain:
                     best, best_gain = tuple(ks), gain
-            chosen.append(Choice.of(each, best))
+            chosen.append(menu.choice(best))
         return chosen
 
-    def _row_seconds(self, num_rows: float, num_requests: int) -> float:
+    def row_seconds(self, num_rows: float, num_requests: int) -> float:
         """Return what a row more takes: the slope from a plain step to at least a row each."""
         most = max(num_rows, num_requests * 2.0)
         plain = self._cost.step(num_requests, num_requests)

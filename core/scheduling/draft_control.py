@@ -9,38 +9,41 @@ The wish is made from the past alone, before anything of the draft exists. So dr
 under every rule of verification (see `worker.rejection_sampler`), and a seeded request's text,
 which depends on no draft, stays what it is.
 
+**What is sought** is the most tokens per second (`draft_choice`) for a request alone, and where
+others wait: who ends makes room for the next. Where several run and nobody waits, the last one to
+end sets the time of all, and tokens gained for others make its steps dearer. There a plan is
+followed to its end (`drain`): chosen is what keeps small both the time until the last one has ended
+and that until one has on average, of what is not later than plain decoding for the last one.
+
 **What is not known must be tried.** At first drafts are as long as they may be, and every fourth
-step is a plain one, until both are measured. Later what looks worse is tried now and then: not to
-draft; to draft for all; to have one request drafted for by a member that was not asked for a while.
-A trial is expected to lose some time. A small part of all time (`_FOR_TRIALS`) may be lost so, and
-is saved up: what looks nearly as good is tried often, what looks bad seldom. A member whose trial
-went well is tried again at once.
+step is a plain one, until both are measured; later see `draft_trials`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from foresay.core.messages import DraftPlan, DraftTokenIds, SchedulerOutput
 from foresay.core.scheduling.acceptance import Acceptance, Rates, of_all, of_proposer, of_request
-from foresay.core.scheduling.draft_choice import Choice, Chooser, Offer, Plan
-from foresay.core.scheduling.request import Request
+from foresay.core.scheduling.draft_choice import Choice, Chooser, Menu, Plan
+from foresay.core.scheduling.draft_trials import Trials
+from foresay.core.scheduling.drain import Lengths, look_ahead, other_plans
+from foresay.core.scheduling.request import Request, RequestStatus
 from foresay.core.scheduling.step_cost import StepCost
 
 _ENOUGH = 3  # plain steps that must be known
 _LEARNING_PLAIN_EVERY = 4  # steps, until then
-_FOR_TRIALS = 0.008  # of all time
-_MOST_SAVED = 2.0  # for trials: seconds of so many steps
-_BETWEEN_TRIALS = 4  # steps, at least
 _HOPE = 0.1  # by how much a request alone is taken to be better than others, until it was tried
-_TRIAL_TOKENS = 2  # of a draft for one request
-# The gain from which drafting begins, and down to which it goes on. Where requests run together,
-# the one that ends last sets the time of all, and more tokens for others are of no use to it.
+# The gain in tokens per second from which drafting begins, and down to which it goes on.
 _BEGIN_AT, _STAY_AT = 1.02, 1.0
-_BEGIN_TOGETHER_AT, _STAY_TOGETHER_AT = 1.3, 1.2
-_REST = 3  # steps of several requests that are plain like one before, without another look
-_GREEDY_BELOW = 1e-5  # temperature: as `SamplingData` has it
+# Where nobody waits, the times until all have ended, over those of plain decoding: of the last
+# one, and of the last and the average one multiplied.
+_BEGIN_LAST, _STAY_LAST = 0.995, 1.0
+_BEGIN_BOTH, _STAY_BOTH = 0.95, 1.0
+_MOST_KEPT = 7  # steps of several requests that go on as planned, without another look
+_NEW = 0.125  # of the requests: if more are new, there is another look
+_NEAR = 0.75  # rows so few times those known are taken to cost as much
 
 
 @dataclass(slots=True)
@@ -49,47 +52,64 @@ class _Member:
 
     name: str
     k: int
+    is_tree: bool
     history: Acceptance
-    num_steps_idle: int = 0
-    is_promising: bool = False  # the whole of its last draft was accepted
 
 
 @dataclass(slots=True)
 class _Known:
     """What is known of a request."""
 
+    request: Request
     acceptance: tuple[Acceptance, ...]  # by member
     asked: tuple[int, ...] = ()  # k by member, of the draft that is to be verified
     drafter: int = -1  # which member made it
     num_drafted: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """What is done for the requests that may be drafted for."""
+
+    choices: Sequence[Choice]
+    confidence: float = 0.0  # below which a draft should end
+    may_stay: bool = False  # whether it may be kept for some steps
+
+
 class DraftControl:
     """Decides for one engine; not thread-safe."""
 
     def __init__(
-        self, members: Sequence[tuple[str, int]], table: Mapping[int, int] | None = None
+        self,
+        members: Sequence[tuple[str, int]],
+        table: Mapping[int, int] | None = None,
+        trees: Collection[str] = (),
     ) -> None:
         """`members`: the chain's names, each with its own most draft tokens.
 
         `table`: draft tokens by the number of requests in a step, instead of what pays; the entry
         of the largest number that is not above it counts, else the first one. Nothing is decided
-        by what is learnt then: it is for whoever asks, and more is kept of it.
+        by what is learnt then: it is for whoever asks, and more is kept of it. `trees`: which
+        members draft trees; their draft tokens are nodes, the best ones first.
         """
         self.cost = StepCost(is_measuring=table is not None)
         history = of_proposer if table is None else of_all
         self._table = None if table is None else sorted(table.items())
-        self._members = [_Member(name, k, history(k)) for name, k in members]
+        self._members = [
+            _Member(name, k, name in trees, history(k, is_tree=name in trees))
+            for name, k in members
+        ]
         self._numbers = {name: number for number, (name, _) in enumerate(members)}
         self._chooser = Chooser([name for name, _ in members], self.cost)
+        self._trials = Trials(self._chooser, [(m.k, m.is_tree) for m in self._members])
+        self._lengths = Lengths()
         self._known: dict[str, _Known] = {}
         self._is_drafting = True  # whether to draft was found to be better
         self._num_since_plain = 0  # steps that drafted since the last that did not
-        self._num_since_trial = 0
-        self._saved = 0.0  # seconds that may be lost by trials
         self._step_seconds = 0.0  # of the last step
-        self._turn = 0  # whose turn it is to be tried
-        self._rest = 0  # plain steps to come without another look
+        self._kept: dict[str, DraftPlan] = {}  # what was decided last, by request
+        self._num_kept = 0  # steps to come that go on so
+        self._kept_for = (0, False)  # how many requests ran then, and whether others waited
 
     # -- What the engine tells --------------------------------------------------------------------
 
@@ -144,17 +164,20 @@ class DraftControl:
                 if number == known.drafter:
                     longest[number] = max(longest[number], num_drafted)
                     break
-                self._learn(known, number, k, 0, 0)  # it had none
+                self._learn(known, number, k, 0, ())  # it had none
             if known.drafter < 0:
                 known.asked = ()
         for number, member in enumerate(self._members):
-            member.num_steps_idle = 0 if called[number] else member.num_steps_idle + 1
+            self._trials.add_called(number, called=called[number] > 0)
             if called[number] and member.name in seconds:
                 took = seconds[member.name]
                 self.cost.add_drafting(member.name, called[number], longest[number], took)
 
-    def add_verified(self, req_id: str, num_judged: int, num_accepted: int) -> None:
-        """Take how a request's draft did; `num_judged` of its tokens were verified."""
+    def add_verified(self, req_id: str, num_judged: int, accepted: Sequence[int]) -> None:
+        """Take how a request's draft did; `num_judged` of its tokens were verified.
+
+        `accepted`: which of them were accepted, by their place, ascending.
+        """
         known = self._known.get(req_id)
         if known is None or not known.asked:
             return
@@ -162,56 +185,96 @@ class DraftControl:
         if num_judged:
             # What the scheduler cut off was not allowed.
             k = known.asked[number] if num_judged == known.num_drafted else num_judged
-            self._learn(known, number, k, num_judged, num_accepted)
-            self._members[number].is_promising = num_accepted == num_judged
+            self._learn(known, number, k, num_judged, accepted)
+            enough = min(num_judged, 2) if self._members[number].is_tree else num_judged
+            self._trials.add_verified(number, went_well=len(accepted) >= enough)
         known.asked = ()
 
     def forget(self, req_id: str) -> None:
-        """Forget a request; what its drafts said of the proposers stays."""
-        self._known.pop(req_id, None)
+        """Forget a request; what its drafts said of the proposers stays, and how long it got."""
+        known = self._known.pop(req_id, None)
+        if known is not None and known.request.num_output_tokens:
+            stopped = known.request.status is RequestStatus.FINISHED_STOPPED
+            self._lengths.add(known.request.num_output_tokens, stopped=stopped)
 
     def _learn(
-        self, known: _Known, number: int, k: int, num_drafted: int, num_accepted: int
+        self, known: _Known, number: int, k: int, num_drafted: int, accepted: Sequence[int]
     ) -> None:
         for acceptance in (known.acceptance[number], self._members[number].history):
-            acceptance.add(k, num_drafted, num_accepted)
+            acceptance.add(k, num_drafted, accepted)
 
     # -- What it decides --------------------------------------------------------------------------
 
-    def decide(self, requests: Sequence[Request]) -> None:
-        """Set the `draft_plan` of the requests that may run in the next step."""
+    def decide(self, requests: Sequence[Request], num_waiting: int = 0) -> None:
+        """Set the `draft_plan` of the requests that may run in the next step.
+
+        `num_waiting`: how many others wait for one of these to end.
+        """
         drafting = [request for request in requests if request.may_draft]
         if not drafting:
             return
         if self._table is not None:
             self._look_up(drafting, len(requests))
             return
-        if self._rest and len(requests) > 1:
-            self._rest -= 1
-            self._set_plain(drafting)
-            return
-        hope = _HOPE if len(requests) == 1 else 0.0
-        histories = [member.history.rates().raised(hope) for member in self._members]
-        offers = [self._offers(request, histories) for request in drafting]
-        choices, confidence = self._choose(offers, len(requests))
-        drafts = any(choice.rows for choice in choices)
+        if self._step_seconds:
+            self._trials.add_step(self._step_seconds)
+        if not self._goes_on(drafting, len(requests), num_waiting):
+            self._look(requests, drafting, num_waiting)
+        drafts = False
+        plain = DraftPlan((0,) * len(self._members))
+        for request in drafting:
+            plan = self._kept.get(request.req_id)
+            if plan is None:
+                self._know(request)
+                plan = plain
+            request.draft_plan = plan
+            drafts = drafts or any(plan.num_draft_tokens)
         self._num_since_plain = self._num_since_plain + 1 if drafts else 0
-        self._rest = 0 if drafts or self._is_drafting else _REST
-        for request, choice in zip(drafting, choices, strict=True):
-            is_greedy = request.sampling.temperature < _GREEDY_BELOW
-            request.draft_plan = DraftPlan(
-                choice.num_draft_tokens, confidence if is_greedy else 0.0
-            )
+
+    def _goes_on(self, drafting: Sequence[Request], num_requests: int, num_waiting: int) -> bool:
+        """Whether this step goes on as the last one, without another look."""
+        if not self._num_kept or num_requests == 1:
+            return False
+        before, others_waited = self._kept_for
+        num_new = sum(request.req_id not in self._kept for request in drafting)
+        if num_new > _NEW * num_requests or num_requests < before * (1 - _NEW):
+            return False
+        if others_waited != (num_waiting > 0):
+            return False
+        self._num_kept -= 1
+        return True
+
+    def _look(
+        self, requests: Sequence[Request], drafting: Sequence[Request], num_waiting: int
+    ) -> None:
+        """Decide anew."""
+        num_requests = len(requests)
+        hope = _HOPE if num_requests == 1 else 0.0
+        histories = [member.history.rates().raised(hope) for member in self._members]
+        menus = [self._menu(request, histories) for request in drafting]
+        left = None
+        if num_requests > 1 and not num_waiting:
+            others = [request for request in requests if not request.may_draft]
+            left = [self._lengths.left(request) for request in (*drafting, *others)]
+        decision = self._decide(menus, num_requests, left)
+        # By a row's worth. Which requests may end their drafts so: see the chain of proposers.
+        self._kept = {
+            request.req_id: DraftPlan(choice.num_draft_tokens, decision.confidence)
+            for request, choice in zip(drafting, decision.choices, strict=True)
+        }
+        self._num_kept = min(num_requests - 1, _MOST_KEPT) if decision.may_stay else 0
+        self._kept_for = (num_requests, num_waiting > 0)
 
     def expected(self, num_requests: int, k: int | None = None) -> Plan | None:
         """Return what drafting brings new requests at the best length, or at a given one.
 
         None: not enough was measured.
         """
-        own = [Offer.of(member.history.rates(), member.k) for member in self._members]
+        own = Menu.of([m.history.rates() for m in self._members], [m.k for m in self._members])
         if k is None:
             return self._chooser.best([own] * num_requests, num_requests)
-        return self._chooser.plan([Choice.of(own, [k] * len(own))] * num_requests, num_requests)
+        choice = own.choice([k] * len(self._members))
+        return self._chooser.plan([choice] * num_requests, num_requests)
 
     @property
     def members(self) -> list[tuple[str, int]]:
@@ -233,113 +296,120 @@ class DraftControl:
             self._know(request)
             request.draft_plan = plan
 
-    def _set_plain(self, requests: Sequence[Request]) -> None:
-        plan = DraftPlan((0,) * len(self._members))
-        for request in requests:
-            self._know(request)
-            request.draft_plan = plan
-
     def _know(self, request: Request) -> _Known:
         known = self._known.get(request.req_id)
         if known is None:
-            known = _Known(tuple(of_request(member.k) for member in self._members))
+            acceptance = [of_request(member.k, is_tree=member.is_tree) for member in self._members]
+            known = _Known(request, tuple(acceptance))
             self._known[request.req_id] = known
         return known
 
-    def _offers(self, request: Request, histories: Sequence[Rates]) -> list[Offer]:
+    def _menu(self, request: Request, histories: Sequence[Rates]) -> Menu:
         known = self._know(request)
         most = request.num_speculative_tokens
-        return [
-            Offer.of(acceptance.rates(history), member.k if most is None else min(member.k, most))
-            for acceptance, history, member in zip(
-                known.acceptance, histories, self._members, strict=True
-            )
+        rates = [
+            acceptance.rates(history)
+            for acceptance, history in zip(known.acceptance, histories, strict=True)
         ]
+        return Menu.of(rates, [m.k if most is None else min(m.k, most) for m in self._members])
 
-    def _choose(
-        self, offers: Sequence[list[Offer]], num_requests: int
-    ) -> tuple[Sequence[Choice], float]:
-        """Return what to do for each request, and below which confidence a draft should end."""
-        nothing = [Choice.of(offer, [0] * len(offer)) for offer in offers]
+    def _decide(
+        self, menus: Sequence[Menu], num_requests: int, left: Sequence[float] | None
+    ) -> _Decision:
+        """Return what to do for each request.
+
+        `left`: how many tokens each of all still gets; None: it does not matter.
+        """
+        everything = [member.k for member in self._members]
+        nothing = [menu.choice([0] * len(everything)) for menu in menus]
         plain = self._chooser.plan(nothing, num_requests)
         if plain is None:  # at the very start
-            return [Choice.of(offer, [m.k for m in self._members]) for offer in offers], 0.0
-        learnt = self.cost.verifying.num_samples(num_requests) >= _ENOUGH
+            one = [menu.choice(everything) for menu in menus]
+            return _Decision(one if num_requests == 1 else nothing)
+        learnt = self._knows_plain(num_requests)
         if not learnt and self._num_since_plain >= _LEARNING_PLAIN_EVERY - 1:
-            return nothing, 0.0
-        found = self._chooser.best(offers, num_requests)
+            return _Decision(nothing)
+        found = self._chooser.best(menus, num_requests)
         if found is None:
-            return nothing, 0.0
-        begin, stay = (_BEGIN_AT, _STAY_AT)
-        if num_requests > 1:
-            begin, stay = (_BEGIN_TOGETHER_AT, _STAY_TOGETHER_AT)
-        self._is_drafting = found.rate / plain.rate >= (stay if self._is_drafting else begin)
-        best, other = (found, plain) if self._is_drafting else (plain, found)
-        trial = self._trial(offers, best, other, num_requests) if learnt else None
+            return _Decision(nothing)
+        if left is None:
+            least = _STAY_AT if self._is_drafting else _BEGIN_AT
+            self._is_drafting = found.rate >= least * plain.rate
+            best, other = (found, plain) if self._is_drafting else (plain, found)
+
+            def lost(trial: Plan) -> float:
+                return trial.seconds - trial.tokens / best.rate
+        else:
+            best, other, lost = self._drain(menus, plain, found, left)
+        trial = None
+        if learnt:
+            trial = self._trials.next(menus, best, other, lost, num_requests)
         chosen = trial or best
         if chosen is plain:
-            return nothing, 0.0
+            return _Decision(nothing, may_stay=trial is None and learnt)
         choices = chosen.choices
-        if chosen is found and self._num_since_plain % 3 == 1:
-            choices = self._short(offers, choices)
-        return choices, self._chooser.confidence(found)
+        if chosen is not trial:
+            choices = self._short(menus, choices, num_requests)
+        may_stay = learnt and trial is None and choices is chosen.choices
+        return _Decision(choices, self._chooser.confidence(chosen), may_stay)
 
-    def _short(self, offers: Sequence[list[Offer]], choices: Sequence[Choice]) -> Sequence[Choice]:
-        """Have members draft one token each whose time is known for one length only."""
+    def _drain(
+        self, menus: Sequence[Menu], plain: Plan, found: Plan, left: Sequence[float]
+    ) -> tuple[Plan, Plan, Callable[[Plan], float]]:
+        """Return the best plan and another one where nobody waits, and what a step of one loses."""
+        chooser, num_requests = self._chooser, len(left)
+        until = look_ahead(chooser, plain.choices, left)
+        at_last = (_STAY_LAST if self._is_drafting else _BEGIN_LAST) * until.last
+        at_both = (_STAY_BOTH if self._is_drafting else _BEGIN_BOTH) * until.cost
+        best, best_until, best_cost = plain, until, at_both
+        for choices in [found.choices, *other_plans(chooser, menus, left, found)]:
+            then = look_ahead(chooser, choices, left)
+            if then.last <= at_last and then.cost < best_cost:
+                plan = found
+                if choices is not found.choices:
+                    weighed = chooser.plan(choices, num_requests, found.row_seconds)
+                    assert weighed is not None
+                    plan = weighed
+                best, best_until, best_cost = plan, then, then.cost
+        self._is_drafting = best.drafts
+        least = best_until.last
+
+        def lost(trial: Plan) -> float:
+            if trial is plain or trial is found:
+                return trial.seconds * (1 - least / look_ahead(chooser, trial.choices, left).last)
+            return trial.seconds - best.seconds
+
+        return best, found if best is plain else plain, lost
+
+    def _knows_plain(self, num_requests: int) -> bool:
+        """Whether the seconds of plain steps are known well enough."""
+        verifying = self.cost.verifying
+        if verifying.num_samples(num_requests) >= _ENOUGH:
+            return True
+        points = verifying.points()
+        return num_requests > 1 and len(points) > 1 and points[0][0] * _NEAR <= num_requests
+
+    def _short(
+        self, menus: Sequence[Menu], choices: Sequence[Choice], num_requests: int
+    ) -> Sequence[Choice]:
+        """Have members draft less where what is planned is too much for what is known.
+
+        A token each for a step now and then, where their time is known for one length only. And
+        no more than twice as many rows as there ever were, where several requests run.
+        """
+        is_turn = self._num_since_plain % 3 == 1
         most = [
-            member.k if self.cost.knows_lengths(member.name, len(choices)) else 1
+            1 if is_turn and not self.cost.knows_lengths(member.name, len(menus)) else member.k
             for member in self._members
         ]
+        num_drafted = sum(choice.rows for choice in choices)
+        room = max(2 * self.cost.verifying.most - num_requests, 1)
+        if num_requests > 1 and num_drafted > room:
+            longest = max(max(choice.num_draft_tokens) for choice in choices)
+            most = [min(k, max(1, int(longest * room / num_drafted))) for k in most]
         if all(k == member.k for k, member in zip(most, self._members, strict=True)):
             return choices
         return [
-            Choice.of(offer, [*map(min, choice.num_draft_tokens, most)])
-            for offer, choice in zip(offers, choices, strict=True)
+            menu.choice([*map(min, choice.num_draft_tokens, most)])
+            for menu, choice in zip(menus, choices, strict=True)
         ]
-
-    def _trial(
-        self, offers: Sequence[list[Offer]], best: Plan, other: Plan, num_requests: int
-    ) -> Plan | None:
-        """Return a plan worth trying in the place of the best one, if it is time for that."""
-        seconds = self._step_seconds or best.seconds
-        self._saved = min(self._saved + _FOR_TRIALS * seconds, _MOST_SAVED * seconds)
-        self._num_since_trial += 1
-        missing = [
-            number
-            for number, member in enumerate(self._members)
-            if member.num_steps_idle >= _BETWEEN_TRIALS
-            or (member.num_steps_idle and not any(c.asked[number] for c in best.choices))
-        ]
-        again = any(self._members[number].is_promising for number in missing)
-        if not again and self._num_since_trial < _BETWEEN_TRIALS:
-            return None
-        trials = [other, *self._single_trials(offers, missing, num_requests)]
-        for number in range(len(trials)):
-            trial = trials[(number + self._turn) % len(trials)]
-            lost = max(trial.seconds - trial.tokens / best.rate, 0.0)
-            if lost <= self._saved or (again and trial is not other and self._saved > -seconds):
-                self._saved -= lost
-                self._num_since_trial = 0
-                self._turn += number + 1
-                for member in self._members:
-                    member.is_promising = False
-                return trial
-        return None
-
-    def _single_trials(
-        self, offers: Sequence[list[Offer]], members: Sequence[int], num_requests: int
-    ) -> list[Plan]:
-        """Return for each of some members a plan in which it alone drafts, for one request."""
-        found = []
-        for number in members:
-            k = min(_TRIAL_TOKENS, self._members[number].k)
-            ks = [k if number == other else 0 for other in range(len(self._members))]
-            which = self._turn % len(offers)
-            choices = [
-                Choice.of(offer, ks if request == which else [0] * len(ks))
-                for request, offer in enumerate(offers)
-            ]
-            plan = self._chooser.plan(choices, num_requests)
-            if plan is not None:
-                found.append(plan)
-        return found

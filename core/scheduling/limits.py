@@ -23,6 +23,7 @@ class SchedulerConfig:
     max_model_len: int  # prompt and output never exceed it
     enable_prefix_caching: bool = True
     num_speculative_tokens: int = 0  # the engine's k; 0: plain decoding
+    has_draft_trees: bool = False  # whether more drafts can be of use than tokens are left
     max_context: int | None = None  # prompt, output and drafts of a drafting request
     has_proposer_kv: bool = False  # whether drafting writes to KV layers of the proposer's own
     draft_slots: int = 0  # rows per request that a proposer adds to its own batch
@@ -76,12 +77,10 @@ def num_draft_tokens(config: SchedulerConfig, request: Request, num_tokens: int)
     The only place that knows. It depends on the past only and never grows with `num_tokens`, so
     that, taken before a commit with the least length the commit can lead to, it is an upper bound.
     """
-    num_output_tokens = num_tokens - request.num_prompt_tokens
-    k = min(
-        config.num_speculative_tokens,
-        request.max_tokens - num_output_tokens - 1,
-        config.max_model_len - num_tokens - 1,
-    )
+    num_left = request.max_tokens - (num_tokens - request.num_prompt_tokens) - 1
+    k = min(config.num_speculative_tokens, config.max_model_len - num_tokens - 1)
+    if num_left < 1 or not config.has_draft_trees:
+        k = min(k, num_left)
     if request.num_speculative_tokens is not None:
         k = min(k, request.num_speculative_tokens)
     if config.max_context is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, zip_longest
+from itertools import chain, islice, pairwise, zip_longest
 
 from foresay.core.errors import EngineError, RequestError
 from foresay.core.messages import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
@@ -30,8 +30,13 @@ class RequestUpdate:
     request: Request
     new_token_ids: list[int]  # committed, after the cut at a stop: what reaches the user
     num_draft_tokens: int  # drafts verified in this step
-    num_accepted_tokens: int  # accepted drafts among `new_token_ids`
+    accepted_drafts: Sequence[int]  # those accepted and among `new_token_ids`, by their place
     finished: bool
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Accepted drafts among `new_token_ids`."""
+        return len(self.accepted_drafts)
 
 
 class Scheduler:
@@ -208,17 +213,17 @@ class Scheduler:
                 continue
             drafts = scheduled.scheduled_spec_decode_tokens.get(req_id, [])
             new_token_ids: list[int] = []
-            num_accepted = 0
+            accepted: Sequence[int] = ()
             if failure is not None:
                 request.status = RequestStatus.FINISHED_ERROR
                 request.stop_reason = failure
             elif num_rows:
                 sampled = output.sampled_token_ids.get(req_id, [])
-                num_accepted = len(sampled) - 1
-                if not 0 <= num_accepted < num_rows or sampled[:-1] != drafts[:num_accepted]:
+                accepted = output.accepted_drafts.get(req_id, range(len(sampled) - 1))
+                if not _are_accepted(drafts, accepted, sampled):
                     raise EngineError(
                         f"request {req_id!r}, {num_rows} output rows, drafts {drafts!r}: the "
-                        f"worker sampled {sampled!r}"
+                        f"worker sampled {sampled!r} and accepted drafts {list(accepted)!r}"
                     )
                 wants_logprobs = request.logprobs is not None
                 logprobs = output.logprobs.get(req_id, []) if wants_logprobs else []
@@ -227,7 +232,7 @@ class Scheduler:
                         f"request {req_id!r}: the worker sampled {sampled!r} and gave the "
                         f"logprobs of {_first_ids(logprobs)!r}"
                     )
-                request.num_computed_tokens -= len(drafts) - num_accepted
+                request.num_computed_tokens -= len(drafts) - len(accepted)
                 new_token_ids = self._commit(request, sampled, logprobs)
             finished = request.status.is_finished
             if finished:
@@ -238,9 +243,9 @@ class Scheduler:
             if finished:
                 self._retire(request, tainted=failure is not None)
             if num_rows or finished:
-                num_accepted = min(num_accepted, len(new_token_ids))
+                accepted = accepted[: len(new_token_ids)]
                 updates.append(
-                    RequestUpdate(request, new_token_ids, len(drafts), num_accepted, finished)
+                    RequestUpdate(request, new_token_ids, len(drafts), accepted, finished)
                 )
         self._queues.drop_finished()
         self._in_flight = None
@@ -335,6 +340,15 @@ class Scheduler:
         request.spec_token_ids = []
         self.blocks.free(request, tainted=tainted)
         self._finished_req_ids.append(request.req_id)
+
+
+def _are_accepted(drafts: Sequence[int], accepted: Sequence[int], sampled: Sequence[int]) -> bool:
+    """Whether these places of drafts, ascending, hold the sampled tokens, all but the last."""
+    return (
+        len(accepted) == len(sampled) - 1 <= len(drafts)
+        and all(low < high for low, high in pairwise((-1, *accepted, len(drafts))))
+        and all(drafts[i] == token_id for i, token_id in zip(accepted, sampled, strict=False))
+    )
 
 
 def _first_ids(logprobs: Sequence[dict[int, float]]) -> list[int | None]:

@@ -10,10 +10,10 @@ is constant, behind the last it goes on as steeply as from the first to the last
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import median
 
 _WINDOW = 11  # times kept for each number of rows: what matters is how things are now
@@ -30,14 +30,18 @@ class Curve:
         self._is_measuring = is_measuring
         self._samples: dict[int, _Samples] = {}
         self._points: list[tuple[float, float]] | None = None  # None: to be made anew
+        self._xs: list[float] = []  # of the points
+        self.most = 0  # the largest number that a time was known for
 
     def add(self, x: int, seconds: float) -> None:
         """Take a measured time."""
+        self.most = max(self.most, x)
         samples = self._samples.get(_bucket(x))
         if samples is None:
             samples = self._samples[_bucket(x)] = _Samples.of(self._is_measuring)
         samples.xs.append(x)
         samples.seconds.append(seconds)
+        samples.point = None
         self._points = None
 
     def num_samples(self, x: int) -> int:
@@ -47,30 +51,35 @@ class Curve:
 
     def at(self, x: float) -> float | None:
         """Return the seconds at `x`; None: nothing is known."""
-        points = self.points()
+        points = self._points
+        if points is None:
+            points = self.points()
         if not points:
             return None
-        (first_x, first), (last_x, last) = points[0], points[-1]
-        if x <= first_x:
-            return first
-        if x >= last_x:
+        place = bisect_left(self._xs, x)
+        if place == 0:
+            return points[0][1]
+        if place == len(points):
+            (first_x, first), (last_x, last) = points[0], points[-1]
             slope = (last - first) / (last_x - first_x) if last_x > first_x else 0.0
             return last + slope * (x - last_x)
-        for (low_x, low), (high_x, high) in pairwise(points):
-            if x <= high_x:
-                return low + (high - low) * (x - low_x) / (high_x - low_x)
-        raise AssertionError("x lies between the first and the last point")
+        (low_x, low), (high_x, high) = points[place - 1], points[place]
+        return low + (high - low) * (x - low_x) / (high_x - low_x)
 
     def points(self) -> list[tuple[float, float]]:
         """Return the line's corners (x, seconds), both rising."""
         if self._points is None:
             counted = [s for s in self._samples.values() if len(s.seconds) >= _FIRST_BENDS]
-            known = [
-                (sum(s.xs) / len(s.xs), self._typical(s.seconds), len(s.seconds))
-                for s in counted or self._samples.values()
-            ]
+            known = [self._point(s) for s in counted or self._samples.values()]
             self._points = _rising(sorted(known))
+            self._xs = [x for x, _ in self._points]
         return self._points
+
+    def _point(self, samples: _Samples) -> tuple[float, float, int]:
+        if samples.point is None:
+            xs, seconds = samples.xs, samples.seconds
+            samples.point = (sum(xs) / len(xs), self._typical(seconds), len(seconds))
+        return samples.point
 
     def _typical(self, seconds: Sequence[float]) -> float:
         if self._is_measuring:
@@ -82,6 +91,7 @@ class Curve:
 class _Samples:
     xs: deque[int]
     seconds: deque[float]
+    point: tuple[float, float, int] | None = None  # x, typical seconds, how many; None: make anew
 
     @classmethod
     def of(cls, is_measuring: bool) -> _Samples:

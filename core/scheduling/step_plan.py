@@ -213,6 +213,9 @@ class StepPlan:
                 sampling=request.sampling,
                 prediction_ids=list(request.prediction_ids),
                 may_draft=may_draft,
+                max_num_tokens=min(
+                    request.num_prompt_tokens + request.max_tokens, config.max_model_len
+                ),
             )
         )
         self._schedule_tokens(request)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from foresay.core.errors import one_line
 from foresay.core.messages import SamplingData
 from foresay.core.proposer import Draft, DraftInput, DraftRequest, Needs, Proposer, TargetView
-from foresay.core.worker.model_runner import TokenView
+from foresay.core.worker.request_state import TokenView
 
 if TYPE_CHECKING:
     from foresay.core.testing.features import FeatureFeed
@@ -220,18 +220,48 @@ def plain_drafts(draft: Any, requests: Sequence[DraftRequest]) -> list[list[int]
             f"propose() returned {reprlib.repr(draft)}; it must return a Draft: "
             "`return Draft([ids_of_first_request, ids_of_second_request, ...])`"
         )
-    if getattr(draft, "parents", None) is not None:
-        fail("Draft.parents is set; every draft is a chain in this version: leave it None")
     rows = _sequence(draft.token_ids, "Draft.token_ids")
     check(
         len(rows) == len(requests),
         f"Draft.token_ids has {len(rows)} lists for {len(requests)} requests; there must be one "
         "list per request, in their order, an empty one for a request without a draft",
     )
-    return [
+    drafts = [
         [_plain_id(token_id) for token_id in _sequence(ids, f"Draft.token_ids[{i}]")]
         for i, ids in enumerate(rows)
     ]
+    if getattr(draft, "parents", None) is not None:
+        trees = _sequence(draft.parents, "Draft.parents")
+        check(
+            len(trees) == len(drafts),
+            f"Draft.parents has {len(trees)} items for {len(drafts)} requests; there must be one "
+            "per request: a list, or None for a chain",
+        )
+        for i, (ids, tree) in enumerate(zip(drafts, trees, strict=True)):
+            if tree is not None:
+                _check_tree(ids, _sequence(tree, f"Draft.parents[{i}]"), i)
+    return drafts
+
+
+def _check_tree(ids: Sequence[int], parents: Sequence[Any], index: int) -> None:
+    __tracebackhide__ = True
+    what = f"Draft.parents[{index}]"
+    check(
+        len(parents) == len(ids),
+        f"{what} has {len(parents)} items for {len(ids)} tokens; there must be one per token",
+    )
+    siblings = set()
+    for place, (token_id, parent) in enumerate(zip(ids, map(_plain_id, parents), strict=True)):
+        check(
+            -1 <= parent < place,
+            f"{what}[{place}] is {parent}; a node's parent is the place of a node before it, or -1",
+        )
+        check(
+            (parent, token_id) not in siblings,
+            f"node {place} of draft {index} is the token {token_id}, as one beside it is; "
+            "siblings must differ",
+        )
+        siblings.add((parent, token_id))
 
 
 def _sequence(value: Any, what: str) -> Any:

@@ -170,5 +170,6 @@ def _build_proposer(
         strict=config.strict,
         # Who missed a step's features cannot make up for them.
         max_failures=1 if has_state else MAX_FAILURES_IN_A_ROW,
+        may_branch=needs.tree,
     )
     return guarded, needs

@@ -16,13 +16,14 @@ from types import MappingProxyType
 from typing import Any
 
 from foresay.core.messages import DraftPlan, SamplingData
-from foresay.core.proposer import DraftInput, DraftRequest, Needs
+from foresay.core.proposer import Draft, DraftInput, DraftRequest, Needs
 from foresay.core.worker.capture import Capture
 from foresay.core.worker.draft_sampler import DraftProbs, DrawRequest, StepSampler
 from foresay.core.worker.drafter_kv import Slots, StepKV
 from foresay.core.worker.features import MOST_PENDING, FeatureQueue
 from foresay.core.worker.kv_cache import KVCache, LayerCache
 from foresay.core.worker.proposing import GuardedProposer
+from foresay.core.worker.sampling import is_greedy
 
 _NO_PLANS: Mapping[str, DraftPlan] = MappingProxyType({})
 
@@ -66,6 +67,8 @@ class Member:
     def request(self, request: DraftRequest, k: int, min_confidence: float) -> DraftRequest:
         """Return the request as this proposer is to see it."""
         k = min(k, self.num_speculative_tokens)
+        if not self.needs.tree:
+            k = min(k, request.max_depth)
         if self.needs.max_context is not None:
             k = min(k, self.needs.max_context - len(request.token_ids))
         return replace(
@@ -83,6 +86,7 @@ class Drafted:
     token_ids: list[int]
     proposer: str
     probs: DraftProbs | None  # None: deterministic, or drawn with the target's own noise
+    parents: list[int] | None = None  # of a tree; None: a chain
 
 
 class ProposerChain:
@@ -122,6 +126,11 @@ class ProposerChain:
     def limits(self) -> tuple[tuple[str, int], ...]:
         """Each member's name and its own most draft tokens per step."""
         return tuple((m.proposer.name, m.num_speculative_tokens) for m in self.members)
+
+    @property
+    def tree_members(self) -> tuple[str, ...]:
+        """The names of those whose drafts may be trees."""
+        return tuple(m.proposer.name for m in self.members if m.needs.tree)
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -168,7 +177,9 @@ class ProposerChain:
             return None
         return Capture(hidden_state=hidden_state, layers=layers)
 
-    def add_features(self, req_id: str, start: int, capture: Capture | None, rows: slice) -> None:
+    def add_features(
+        self, req_id: str, start: int, capture: Capture | None, rows: Sequence[int]
+    ) -> None:
         """Take what a pass left for the kept `rows` of a request, at positions `start`, ..."""
         for member in self._with_queue():
             if member.queue is not None and member.reaches(start):
@@ -199,7 +210,13 @@ class ProposerChain:
                 if plan is not None:
                     k = min(k, plan.num_draft_tokens[number])
                 if member.wants(request, k):
-                    confidence = 0.0 if plan is None else plan.min_confidence
+                    # A chain that is sampled ends for nothing its tokens may depend on; at a
+                    # temperature the largest probability says little anyway.
+                    confidence = 0.0
+                    if plan is not None and (
+                        member.needs.tree or is_greedy(sampling[request.req_id])
+                    ):
+                        confidence = plan.min_confidence
                     asked.append(member.request(request, k, confidence))
             if not asked:
                 continue
@@ -207,10 +224,14 @@ class ProposerChain:
             sampler = self._sampler(member, asked, sampling) if member.needs.sampled else None
             drafts = self._call(member, DraftInput(tuple(asked), sampler), slots)
             self._seconds[member.proposer.name] = time.perf_counter() - began
-            for row, (request, token_ids) in enumerate(zip(asked, drafts, strict=True)):
+            trees = drafts.parents or [None] * len(asked)
+            for row, (request, token_ids, parents) in enumerate(
+                zip(asked, drafts.token_ids, trees, strict=True)
+            ):
                 if token_ids:
                     probs = sampler.draft_probs(row) if sampler is not None else None
-                    drafted[request.req_id] = Drafted(token_ids, member.proposer.name, probs)
+                    name = member.proposer.name
+                    drafted[request.req_id] = Drafted(token_ids, name, probs, parents)
         for member in self._with_queue():
             if member.queue is not None:
                 member.queue.settle()
@@ -256,7 +277,7 @@ class ProposerChain:
         """The members that take features, less those that were dropped."""
         return (m for m in self.members if m.queue is not None and not m.proposer.dropped)
 
-    def _call(self, member: Member, batch: DraftInput, slots: Slots | None) -> list[list[int]]:
+    def _call(self, member: Member, batch: DraftInput, slots: Slots | None) -> Draft:
         """Have a member draft, with the features and the KV view it needs."""
         if member.queue is None:
             return member.proposer.propose(batch)

@@ -27,6 +27,7 @@ from foresay.core.proposer import Needs, ProposerConfig, ProposerSpec
 from foresay.core.worker.sources import find_source
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 5
+DEFAULT_NUM_TREE_NODES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,10 @@ class Choice:
         return needs
 
     def num_speculative_tokens(self, needs: Needs) -> int:
-        """Return k: the explicit setting, else the proposer's own default, at most 5."""
+        """Return k: the explicit setting, else the proposer's own default, at most 5.
+
+        Where drafts are trees, k counts nodes, and without a setting there are up to 16.
+        """
         explicit = "num_speculative_tokens" in self.config.model_fields_set
         asked = self.config.num_speculative_tokens
         if explicit and asked is not None:
@@ -77,7 +81,8 @@ class Choice:
                     f"{needs.max_draft_tokens} tokens a step"
                 )
             return asked
-        own = min(asked or DEFAULT_NUM_SPECULATIVE_TOKENS, DEFAULT_NUM_SPECULATIVE_TOKENS)
+        default = DEFAULT_NUM_TREE_NODES if needs.tree else DEFAULT_NUM_SPECULATIVE_TOKENS
+        own = min(asked or default, default)
         return own if needs.max_draft_tokens is None else min(own, needs.max_draft_tokens)
 
 

@@ -1,4 +1,4 @@
-"""The sampler that proposers draw from: `batch.sampler.draw`.
+"""The sampler that proposers draw from: `batch.sampler.draw`, and `children` for trees.
 
 Knows, for one step, which requests are drafted for, their sampling parameters, and what was drawn
 for each so far. Does not know the drafter, nor whether a draft gets accepted.
@@ -13,6 +13,11 @@ verified exactly.) What follows depends on the rule that the draft will be verif
 - coupled: the noise is that of the target's own draw at this position, so both tend to the same
   token. Which token the target draws does not depend on the draft, so no probs are needed.
 - rejection, block: noise of its own, and the probs that the token was drawn from are kept.
+
+A tree is coupled whatever its request's rule, for trees have one rule only: a node's children are
+the first to arrive in the very race by which the target's token is drawn there, run with the
+drafter's weights. So the first child is the coupled draw, and the others are what the target's
+token is if the two distributions differ by more.
 """
 
 from __future__ import annotations
@@ -26,9 +31,11 @@ from typing import Literal
 import torch
 
 from foresay.core.messages import SamplingData
+from foresay.core.proposer import DraftChildren
+from foresay.core.worker.likeliest import likeliest
 from foresay.core.worker.noise import NoiseKey, Stream
 from foresay.core.worker.processors import Context
-from foresay.core.worker.race import Race, draw
+from foresay.core.worker.race import Race, draw, first
 from foresay.core.worker.sampling import Row, RowError, is_greedy, survivors
 
 _MOST_MAPS = 4  # of the last steps' draft vocabularies are kept
@@ -65,10 +72,10 @@ class DrawRequest:
 
 
 class StepSampler:
-    """The `DraftSampler` of one step. The `rows` of `draw` are indices into `requests`.
+    """The `DraftSampler` of one step. The `rows` of its methods are indices into `requests`.
 
     `faults` counts "non_finite_draft": drafts that ended before a row that holds NaN or +inf, or
-    that is -inf for every token the target has.
+    that is -inf for every token the target has; and nodes that have no children for it.
     """
 
     def __init__(
@@ -129,6 +136,47 @@ class StepSampler:
                 draft.token_ids.append(token_ids[i])
         return torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
 
+    @torch.inference_mode()
+    def children(
+        self,
+        logits: torch.Tensor,
+        depths: Sequence[int],
+        rows: Sequence[int],
+        width: int,
+        draft_to_target: torch.Tensor | None = None,
+    ) -> DraftChildren:
+        """Return the best children of nodes of trees; see `DraftSampler.children`.
+
+        A node whose logits are not finite has none. A log prob is that of a softmax over all that
+        may follow, of the log probs of a greedy request, else of these after temperature and
+        filters, with the noise added. Raises `ValueError` for a request that wants no draft, or
+        that has drawn one in this step.
+        """
+        nodes = self._nodes(logits, depths, rows, width)
+        columns = self._columns_of(logits.shape[1], draft_to_target)
+        token_ids = torch.zeros((len(rows), width), dtype=torch.int64)
+        log_probs = torch.full((len(rows), width), -torch.inf)
+        scores = columns.gather(logits)  # [len(rows), num_columns]
+        greedy = [i for i, draft in enumerate(nodes) if is_greedy(draft.sampling)]
+        if greedy:
+            chosen = scores if len(greedy) == len(rows) else scores[greedy]
+            best, found = (part.cpu() for part in likeliest(chosen, width))
+            if columns.token_ids is not None:
+                best = columns.token_ids.cpu()[best].masked_fill(found == -torch.inf, 0)
+            token_ids[greedy, : best.shape[1]] = best
+            log_probs[greedy, : best.shape[1]] = found
+            self.faults["non_finite_draft"] += int((found[:, 0] == -torch.inf).sum())
+        races: dict[int, Race] = {}
+        for i in sorted(set(range(len(rows))).difference(greedy)):
+            try:
+                races[i] = nodes[i].coupled_race(scores[i], columns, depths[i])
+            except RowError:
+                self.faults["non_finite_draft"] += 1
+        for i, (ids, shares) in zip(races, first(list(races.values()), width), strict=True):
+            token_ids[i, : len(ids)] = torch.tensor(ids)
+            log_probs[i, : len(ids)] = torch.tensor(shares)
+        return DraftChildren(token_ids.to(logits.device), log_probs.to(logits.device))
+
     def drawn(self, row: int) -> list[int] | None:
         """Return what was drawn for a request, which is its draft; None: it was never drawn for."""
         draft = self._drafts[row]
@@ -147,6 +195,29 @@ class StepSampler:
 
     def _checked(self, logits: torch.Tensor, step: int, rows: Sequence[int]) -> list[_Draft]:
         """Return the drafts to draw for, once all is as `DraftSampler.draw` asks for it."""
+        drafts = self._drafts_of(logits, rows)
+        if len(set(rows)) < len(rows):
+            raise ValueError(f"rows {list(rows)} name a request twice")
+        for draft in drafts:
+            draft.check_step(step)
+        return drafts
+
+    def _nodes(
+        self, logits: torch.Tensor, depths: Sequence[int], rows: Sequence[int], width: int
+    ) -> list[_Draft]:
+        """Return the nodes' drafts, once all is as `DraftSampler.children` asks for it."""
+        drafts = self._drafts_of(logits, rows)
+        if len(depths) != len(rows) or any(depth < 0 for depth in depths):
+            raise ValueError(
+                f"depths {list(depths)} must be one for each of {len(rows)} rows, from 0 up"
+            )
+        if width < 1:
+            raise ValueError(f"width is {width}; a node has at least 1 best child")
+        for draft in drafts:
+            draft.grow()
+        return drafts
+
+    def _drafts_of(self, logits: torch.Tensor, rows: Sequence[int]) -> list[_Draft]:
         if logits.ndim != 2 or logits.shape[0] != len(rows) or not logits.is_floating_point():
             raise ValueError(
                 f"logits are {list(logits.shape)} of {logits.dtype}; "
@@ -156,12 +227,7 @@ class StepSampler:
         for row in rows:
             if not 0 <= row < num_requests:
                 raise ValueError(f"row {row} is no index of this step's {num_requests} requests")
-        if len(set(rows)) < len(rows):
-            raise ValueError(f"rows {list(rows)} name a request twice")
-        drafts = [self._drafts[row] for row in rows]
-        for draft in drafts:
-            draft.check_step(step)
-        return drafts
+        return [self._drafts[row] for row in rows]
 
     def _columns_of(self, draft_vocab: int, draft_to_target: torch.Tensor | None) -> _Columns:
         for columns in self._columns:
@@ -191,6 +257,7 @@ class _Draft:
         self.columns: _Columns | None = None  # set by the first draw
         self.token_ids: list[int] = []
         self.has_ended = False  # at a row that was not finite
+        self._is_tree = False  # made of `children`
         self._probs: list[torch.Tensor] = []  # [num_columns] float32 each
         self._context = Context(self.sampling, (), 0)
 
@@ -199,12 +266,23 @@ class _Draft:
         what = f"draft token {step} of request {self.request.req_id!r}"
         if step >= self.request.k:
             raise ValueError(f"{what} is beyond its k: at most {self.request.k} are wanted")
+        if self._is_tree:
+            raise ValueError(f"{what} cannot be drawn: its draft is made of children")
         if self.has_ended:  # whoever drafts for a batch need not know
             return
         if step < len(self.token_ids):
             raise ValueError(f"{what} is drawn already: a draft is drawn once, from its start")
         if step > len(self.token_ids):
             raise ValueError(f"{what} comes too early: the next to draw is {len(self.token_ids)}")
+
+    def grow(self) -> None:
+        """Raise unless the draft may be a tree, made of children."""
+        what = f"request {self.request.req_id!r}"
+        if self.request.k < 1:
+            raise ValueError(f"{what} wants no draft: its k is 0")
+        if self.columns is not None:
+            raise ValueError(f"{what} has drawn its draft: it cannot be made of children as well")
+        self._is_tree = True
 
     def use(self, columns: _Columns) -> None:
         """Raise if an earlier token was drawn over other columns: one map serves a whole draft."""
@@ -219,13 +297,12 @@ class _Draft:
 
         `scores` [num_columns], finite or -inf. Raises `RowError` if the temperature is too low.
         """
+        step, sample = len(self.token_ids), self.sampling.sample_index
+        if self.sampling.verification == "coupled":
+            return self.coupled_race(scores, columns, step)
         left = survivors(Row(scores, self._context))
         token_ids, weights = columns.target_ids(left.token_ids), left.weights
-        step, sample = len(self.token_ids), self.sampling.sample_index
         position = self.request.num_tokens + step
-        if self.sampling.verification == "coupled":
-            key = NoiseKey(self.sampling.seed, position, sample=sample)
-            return Race(key, token_ids, weights)
         key = NoiseKey(self.sampling.seed, position, Stream.DRAFT, offset=step, sample=sample)
         weights = weights / weights.sum(dtype=torch.float64).to(torch.float32)
         probs = weights
@@ -234,6 +311,16 @@ class _Draft:
             probs.index_copy_(0, left.token_ids, weights)
         self._probs.append(probs)
         return Race(key, token_ids, weights)
+
+    def coupled_race(self, scores: torch.Tensor, columns: _Columns, depth: int) -> Race:
+        """Return the draw of what follows `depth` draft tokens, with the noise of the target's own.
+
+        `scores` and `RowError` as in `race`.
+        """
+        left = survivors(Row(scores, self._context))
+        position = self.request.num_tokens + depth
+        key = NoiseKey(self.sampling.seed, position, sample=self.sampling.sample_index)
+        return Race(key, columns.target_ids(left.token_ids), left.weights)
 
     def kept_probs(self) -> DraftProbs | None:
         """Return the probs of all tokens drawn; None: none were kept."""

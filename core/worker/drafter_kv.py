@@ -15,7 +15,12 @@ import numpy as np
 import torch
 
 from foresay.core.proposer import DraftRequest, KVLayer
-from foresay.core.worker.attention import AttentionMetadata, AttentionRules, paged_attention
+from foresay.core.worker.attention import (
+    AttentionMetadata,
+    AttentionRules,
+    TreeLayout,
+    paged_attention,
+)
 from foresay.core.worker.kv_cache import KVCache, LayerCache, LayerKV
 from foresay.core.worker.linear import compute_dtype
 
@@ -109,9 +114,7 @@ class StepKV:
         arrays, slots, mapping = [], [], []
         for index, span in zip(requests, positions, strict=True):
             request = self._requests[index]
-            most = len(request.token_ids) - 1
-            if request.k:
-                most += request.k - 1 + self._draft_slots
+            most = self._end(request)
             if span.step != 1 or not span or span.start < 0 or span.stop > most:
                 raise ValueError(
                     f"{span} for request {request.req_id!r}: expected consecutive positions, one "
@@ -128,8 +131,74 @@ class StepKV:
             for index, span in zip(requests, positions, strict=True):
                 self._stored.setdefault((layer, index), []).append(span)
 
-        last_rows = torch.from_numpy(np.cumsum([len(array) for array in arrays]) - 1)
+        return self._laid_out(metadata, [len(array) for array in arrays], stored)
+
+    def tree_rows(
+        self,
+        requests: Sequence[int],
+        firsts: Sequence[int],
+        parents: Sequence[Sequence[int]],
+        num_new: Sequence[int],
+    ) -> StepRows:
+        """Lay out the newest nodes of trees; see `KVView.tree_rows`.
+
+        Raises `ValueError` for what is no tree, or does not lie behind the features that are
+        handed over and within the positions of `rows`.
+        """
+        if not len(requests) == len(firsts) == len(parents) == len(num_new) or not requests:
+            raise ValueError(
+                f"{len(firsts)} first positions, {len(parents)} trees and {len(num_new)} numbers "
+                f"of rows for {len(requests)} requests: give one of each, and one request at least"
+            )
+        arrays, slots, mapping, trees = [], [], [], []
+        for index, first, above, new in zip(requests, firsts, parents, num_new, strict=True):
+            request = self._requests[index]
+            depths: list[int] = []
+            for node, parent in enumerate(above):
+                if not -1 <= parent < node:
+                    raise ValueError(
+                        f"node {node} of request {request.req_id!r} has the parent {parent}: "
+                        "expected an earlier node, or -1"
+                    )
+                depths.append(0 if parent < 0 else depths[parent] + 1)
+            num_nodes, start, most = len(depths), len(request.token_ids) - 1, self._end(request)
+            if first < start or first + num_nodes > most:
+                raise ValueError(
+                    f"{num_nodes} nodes from position {first} for request {request.req_id!r}: "
+                    f"expected to lie in range({start}, {most})"
+                )
+            if not 1 <= new <= num_nodes:
+                raise ValueError(
+                    f"{new} rows of {num_nodes} nodes for request {request.req_id!r}: give one at "
+                    "least, and no more than there are nodes"
+                )
+            nodes = np.arange(num_nodes - new, num_nodes)
+            arrays.append(first + np.array(depths[-new:], dtype=np.int64))
+            slots.append(self._slots(request.req_id, first + num_nodes))
+            mapping.append(slots[-1][-new:])
+            trees.append(TreeLayout(first, np.array(above, dtype=np.int64), nodes))
+        metadata = AttentionMetadata.build(
+            arrays,
+            slots,
+            np.concatenate(mapping),
+            self._null_slot,
+            self._rules,
+            self._device,
+            trees,
+        )
+        # No features are stored: their positions lie before the nodes.
+        return self._laid_out(metadata, num_new, lambda layer: None)
+
+    def _laid_out(
+        self, metadata: AttentionMetadata, lens: Sequence[int], stored: Callable[[int], None]
+    ) -> StepRows:
+        last_rows = torch.from_numpy(np.cumsum(lens) - 1)
         return StepRows(self._layers, metadata, last_rows.to(self._device), stored)
+
+    def _end(self, request: DraftRequest) -> int:
+        """Return where the positions end that rows may be laid out for."""
+        end = len(request.token_ids) - 1
+        return end + request.k - 1 + self._draft_slots if request.k else end
 
     def missing(self, ranges: Sequence[range]) -> str | None:
         """Say which of the positions handed over were not stored; None if all were.

@@ -1,7 +1,7 @@
-"""The autoregressive draft loop that eagle, mtp and draft models share, and how tokens are picked.
+"""The loop that drafts a chain, as eagle, mtp and draft models do, and how its tokens are picked.
 
 Knows rows, positions and tokens. What a drafter computes of a row is the drafter's; when it is sure
-enough to go on is told by `confidence`.
+enough to go on is told by `confidence`. Trees are drafted by `tree_drafting`.
 """
 
 from __future__ import annotations
@@ -101,6 +101,38 @@ def draft(
 ) -> Draft:
     """Take the features of a step, then draft up to k tokens for each request, one after another.
 
+    The arguments are those of `take_features`; see there.
+    """
+    picker = TokenPicker(batch, sample, draft_to_target)
+    # 1. All rows of the step at once.
+    drafting, states = take_features(
+        batch, model, hidden=hidden, shifted=shifted, last_rows_only=last_rows_only
+    )
+    # 2. One row per request and token, fed with what came out of the row before.
+    go_on(
+        batch,
+        model,
+        picker,
+        drafting,
+        states,
+        step=0,
+        offset=-2 if shifted else -1,
+        feeds_back=hidden is not None,
+    )
+    return Draft(picker.token_ids)
+
+
+@torch.inference_mode()
+def take_features(
+    batch: DraftInput,
+    model: DrafterModel,
+    *,
+    hidden: torch.Tensor | None,
+    shifted: bool,
+    last_rows_only: bool = False,
+) -> tuple[list[int], torch.Tensor]:
+    """Run the rows that a step handed over; return who drafts, and what predicts the first token.
+
     `hidden` [num_rows, hidden_size] belongs to the batch's rows; None for a drafter that takes
     tokens only. `shifted`: the row at position i takes the token at i + 1, as EAGLE and MTP do, so
     that the last row takes the token that was committed last. Otherwise it takes its own, and each
@@ -109,18 +141,16 @@ def draft(
     `last_rows_only`: `model.forward` returns one row for each range that it was given, its last.
     (A model that goes on to its logits there need not compute them for a whole prompt.)
 
-    The rows handed over are stored in the KV cache by this, also those of requests with k = 0.
+    The rows are stored in the KV cache by this, also those of requests with k = 0. Returns the
+    indices of the requests with k >= 1, and the last state of each, [num_drafting, hidden_size].
     """
     requests = batch.requests
     assert batch.kv is not None
     assert batch.row_starts is not None
-    picker = TokenPicker(batch, sample, draft_to_target)
-
-    # 1. All rows of the step at once. `last[i]`: which row of the result predicts the first token.
     members: list[int] = []
     spans: list[range] = []
     ids: list[int] = []
-    last: dict[int, int] = {}
+    last: dict[int, int] = {}  # which row of the result predicts a request's first token
     starts = batch.row_starts
     firsts = first_positions(batch)
     for index, request in enumerate(requests):
@@ -139,24 +169,11 @@ def draft(
             if request.k:
                 last[index] = (len(members) if last_rows_only else len(ids)) - 1
     if not members:
-        return Draft(picker.token_ids)
+        return [], torch.empty(0)
     rows = batch.kv.rows(members, spans)
     device = rows.positions.device
     out = model.forward(torch.tensor(ids, device=device), hidden, rows, 0)
-
-    # 2. One row per request and token, fed with what came out of the row before.
-    states = out[torch.tensor(list(last.values()), dtype=torch.int64, device=device)]
-    go_on(
-        batch,
-        model,
-        picker,
-        list(last),
-        states,
-        step=0,
-        offset=-2 if shifted else -1,
-        feeds_back=hidden is not None,
-    )
-    return Draft(picker.token_ids)
+    return list(last), out[torch.tensor(list(last.values()), dtype=torch.int64, device=device)]
 
 
 def go_on(

@@ -58,9 +58,12 @@ class FeatureQueue:
         self._dtype, self._device = dtype, device
         self._pending: dict[str, _Pending] = {}
 
-    def add(self, req_id: str, start: int, capture: Capture | None, rows: slice) -> None:
-        """Take the kept rows of a pass: those of positions `start`, `start + 1`, ..."""
-        num_rows = rows.stop - rows.start
+    def add(self, req_id: str, start: int, capture: Capture | None, rows: Sequence[int]) -> None:
+        """Take the kept rows of a pass: those of positions `start`, `start + 1`, ...
+
+        `rows`: a range, where they are neighbours; they are not copied then.
+        """
+        num_rows = len(rows)
         pending = self._pending.get(req_id)
         if pending is None:
             pending = self._pending[req_id] = _Pending(start, start, [])
@@ -73,10 +76,11 @@ class FeatureQueue:
         needs = self._needs
         if needs.hidden_state or needs.aux_layers:
             assert capture is not None
+            kept = slice(rows.start, rows.stop) if isinstance(rows, range) else list(rows)
             pending.pieces.append(
                 _Piece(
-                    capture.hidden[rows] if needs.hidden_state else None,
-                    capture.streams(needs.aux_layers)[rows] if needs.aux_layers else None,
+                    capture.hidden[kept] if needs.hidden_state else None,
+                    capture.streams(needs.aux_layers)[kept] if needs.aux_layers else None,
                 )
             )
 

@@ -117,6 +117,21 @@ class KVCache:
             for layer in (*self.layers, *self.proposer_layers):
                 layer.slots[first : first + self.block_size].zero_()
 
+    def move(self, source: Sequence[int] | np.ndarray, target: Sequence[int] | np.ndarray) -> None:
+        """Copy the target model's keys and values from slots `source` [n] to slots `target` [n].
+
+        All are read before any is written, so the two may overlap. No slot is written twice.
+        """
+        if len(source) == 0:
+            return
+        device = self.layers[0].slots.device
+        read, written = (
+            torch.from_numpy(np.asarray(slots, dtype=np.int64)).to(device)
+            for slots in (source, target)
+        )
+        for layer in self.layers:
+            layer.slots.index_copy_(0, written, layer.slots.index_select(0, read))
+
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return zeros; on a CPU their memory is taken only as it is written.

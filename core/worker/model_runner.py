@@ -7,109 +7,28 @@ live in another process. It decides nothing: who runs, how many rows, when a tex
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
 
 import numpy as np
 import torch
 
-from foresay.core.errors import EngineError
 from foresay.core.messages import (
     DraftTokenIds,
     ModelRunnerOutput,
     NewRequest,
-    SamplingData,
     SchedulerOutput,
 )
 from foresay.core.proposer import DraftRequest
-from foresay.core.worker.attention import AttentionMetadata
+from foresay.core.worker.attention import AttentionMetadata, TreeLayout
 from foresay.core.worker.capture import Capture
 from foresay.core.worker.chain import Drafted, ProposerChain
-from foresay.core.worker.draft_sampler import DraftProbs
+from foresay.core.worker.draft_tree import depths
 from foresay.core.worker.hidden_states import hidden_states
 from foresay.core.worker.kv_cache import KVCache
 from foresay.core.worker.rejection_sampler import VerifyRequest, VerifyResult, verify
+from foresay.core.worker.request_state import BlockTable, DraftParents, RequestState, TokenView
 from foresay.core.worker.target import TargetModel
-
-
-class TokenView(Sequence[int]):
-    """A read-only view of a request's committed tokens, as proposers see them."""
-
-    __slots__ = ("_tokens",)
-
-    def __init__(self, tokens: list[int]) -> None:
-        self._tokens = tokens
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        return self._tokens[index]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._tokens)
-
-
-class _BlockTable:
-    """A request's blocks, and the slots of its positions 0, 1, ... in one growing array."""
-
-    def __init__(self, block_ids: Sequence[int], block_size: int) -> None:
-        self._block_size = block_size
-        self._num_blocks = 0
-        self._slots = np.empty(0, dtype=np.int64)
-        self.append(block_ids)
-
-    def append(self, block_ids: Sequence[int]) -> None:
-        if not block_ids:
-            return
-        start, size = self._num_blocks * self._block_size, len(block_ids) * self._block_size
-        if start + size > len(self._slots):
-            grown = np.empty(max(2 * len(self._slots), start + size), dtype=np.int64)
-            grown[:start] = self._slots[:start]
-            self._slots = grown
-        first = np.asarray(block_ids, dtype=np.int64)[:, None] * self._block_size
-        self._slots[start : start + size] = (first + np.arange(self._block_size)).ravel()
-        self._num_blocks += len(block_ids)
-
-    def cut(self, num_kept: int) -> None:
-        if num_kept > self._num_blocks:
-            raise EngineError(f"{num_kept} blocks to keep of the request's {self._num_blocks}")
-        self._num_blocks = num_kept
-
-    def slots(self, num_positions: int) -> np.ndarray:
-        """Return the slots of the first positions; [num_positions]."""
-        if num_positions > self._num_blocks * self._block_size:
-            raise EngineError(
-                f"{num_positions} positions do not fit the request's {self._num_blocks} blocks"
-            )
-        return self._slots[:num_positions]
-
-
-@dataclass(slots=True)
-class _State:
-    """What the worker knows of one request."""
-
-    token_ids: list[int]  # committed
-    num_prompt_tokens: int
-    num_computed_tokens: int
-    blocks: _BlockTable
-    sampling: SamplingData
-    prediction_ids: Sequence[int] = ()
-    may_draft: bool = True
-    num_new_tokens: int = 0  # committed by the last step
-    draft_probs: DraftProbs | None = None  # what the draft that is to be verified was drawn from
-
-    def probs_of(self, drafts: Sequence[int]) -> DraftProbs | None:
-        """Return what `drafts` were drawn from, cut as they were; None: they are deterministic."""
-        probs = self.draft_probs
-        if probs is None or not drafts or probs.num_tokens != len(self.token_ids):
-            return None
-        return probs.cut(len(drafts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +58,7 @@ class ModelRunner:
         self.proposers = proposers
         self.proposer_name = proposers.name if proposers is not None else None
         self.proposer_members = proposers.limits if proposers is not None else ()
+        self.tree_members = proposers.tree_members if proposers is not None else ()
         self.num_speculative_tokens = proposers.num_speculative_tokens if proposers else 0
         self.max_context = proposers.max_context if proposers is not None else None
         self.takes_prediction = proposers is not None and proposers.takes_prediction
@@ -152,7 +72,7 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self.row_invariant = row_invariant
         self.summary = summary
-        self._states: dict[str, _State] = {}
+        self._states: dict[str, RequestState] = {}
         self._step: SchedulerOutput | None = None  # the step executed last, not yet drafted for
 
     @torch.inference_mode()
@@ -187,7 +107,9 @@ class ModelRunner:
             passes |= passes_again
             faults += _faults(again)
         sampled = {r: result.token_ids for r, result in results.items() if result.error is None}
-        self._commit(step, sampled, passes)
+        accepted = self._accepted_of_trees(step, results)
+        self._compact(step, accepted)
+        self._commit(step, sampled, accepted, passes)
         return ModelRunnerOutput(
             step.step_id,
             sampled,
@@ -198,6 +120,7 @@ class ModelRunner:
                 if result.error is None and result.logprobs is not None
             },
             faults=dict(faults),
+            accepted_drafts=accepted,
         )
 
     def _verified(self, step: SchedulerOutput) -> tuple[dict[str, VerifyResult], dict[str, _Pass]]:
@@ -226,6 +149,7 @@ class ModelRunner:
                     num_prompt_tokens=state.num_prompt_tokens,
                     sampling=state.sampling,
                     draft_probs=state.probs_of(drafts),
+                    parents=state.parents_of(drafts),
                 )
             )
         results = verify(logits, requests)
@@ -253,7 +177,10 @@ class ModelRunner:
         if not any(request.k for request in requests) and not faults and not num_stored:
             return None
         for req_id, draft in drafted.items():
-            self._states[req_id].draft_probs = draft.probs
+            state = self._states[req_id]
+            state.draft_probs = draft.probs
+            if draft.parents is not None:
+                state.draft_parents = DraftParents(len(state.token_ids), draft.parents)
         return DraftTokenIds(
             draft_token_ids={req_id: draft.token_ids for req_id, draft in drafted.items()},
             num_tokens={req_id: len(self._states[req_id].token_ids) for req_id in drafted},
@@ -261,6 +188,7 @@ class ModelRunner:
             proposers={req_id: draft.proposer for req_id, draft in drafted.items()},
             num_stored_tokens=num_stored,
             seconds=self.proposers.take_seconds(),
+            parents={r: draft.parents for r, draft in drafted.items() if draft.parents is not None},
         )
 
     def hidden_states(
@@ -283,12 +211,14 @@ class ModelRunner:
                 continue
             # Nothing for prompts that are not complete.
             k = step.num_draft_tokens.get(req_id, 0) if state.num_new_tokens else 0
+            max_depth = state.max_num_tokens - len(state.token_ids) - 1
             requests.append(
                 DraftRequest(
                     req_id=req_id,
                     token_ids=TokenView(state.token_ids),
                     num_new_tokens=state.num_new_tokens,
-                    k=k,
+                    k=k if max_depth > 0 else 0,
+                    max_depth=max(max_depth, 0),
                     prediction_ids=state.prediction_ids,
                     num_prompt_tokens=state.num_prompt_tokens,
                 )
@@ -312,15 +242,16 @@ class ModelRunner:
             blocks.cut(update.num_kept)
             blocks.append(update.block_ids)
 
-    def _new_state(self, request: NewRequest) -> _State:
-        return _State(
+    def _new_state(self, request: NewRequest) -> RequestState:
+        return RequestState(
             token_ids=list(request.token_ids),
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed_tokens=request.num_computed_tokens,
-            blocks=_BlockTable(request.block_ids, self.cache.block_size),
+            blocks=BlockTable(request.block_ids, self.cache.block_size),
             sampling=request.sampling,
             prediction_ids=TokenView(request.prediction_ids) if request.prediction_ids else (),
             may_draft=request.may_draft,
+            max_num_tokens=request.max_num_tokens,
         )
 
     def _forget(self, req_id: str) -> None:
@@ -334,6 +265,7 @@ class ModelRunner:
         slots: list[np.ndarray] = []
         slot_mapping: list[np.ndarray] = []
         output_rows: list[np.ndarray] = []
+        trees: list[TreeLayout | None] = []
         for req_id, num_scheduled in step.num_scheduled_tokens.items():
             state = self._states[req_id]
             start = state.num_computed_tokens
@@ -342,6 +274,13 @@ class ModelRunner:
             input_ids += state.token_ids[start : end - len(drafts)]
             input_ids += drafts
             positions.append(np.arange(start, end))
+            trees.append(None)
+            parents = state.parents_of(drafts)
+            if parents is not None:
+                first = end - len(drafts)
+                positions[-1][first - start :] = first - 1 + np.asarray(depths(parents))
+                nodes = np.arange(start - first, len(drafts)).clip(min=-1)
+                trees[-1] = TreeLayout(first, np.asarray(parents), nodes)
             slots.append(state.blocks.slots(end))
             slot_mapping.append(slots[-1][start:])
             num_output = step.num_output_rows[req_id]
@@ -352,6 +291,10 @@ class ModelRunner:
             input_ids += input_ids[-1:] * num_padding
             positions[-1] = np.append(positions[-1], [positions[-1][-1]] * num_padding)
             slot_mapping.append(np.full(num_padding, self.cache.scratch_slot))
+            last = trees[-1]
+            if last is not None:
+                nodes = np.append(last.nodes, [last.nodes[-1]] * num_padding)
+                trees[-1] = replace(last, nodes=nodes)
         device = self.target.device
         metadata = AttentionMetadata.build(
             positions,
@@ -360,6 +303,7 @@ class ModelRunner:
             self.cache.null_slot,
             self.target.attention_rules,
             device,
+            trees if any(tree is not None for tree in trees) else None,
         )
         return self.target.forward(
             torch.tensor(input_ids, device=device),
@@ -369,24 +313,69 @@ class ModelRunner:
             capture,
         )
 
+    def _accepted_of_trees(
+        self, step: SchedulerOutput, results: Mapping[str, VerifyResult]
+    ) -> dict[str, list[int]]:
+        """Return which drafts were accepted, of the requests whose draft is a tree."""
+        return {
+            req_id: results[req_id].accepted
+            for req_id, drafts in step.scheduled_spec_decode_tokens.items()
+            if req_id in results
+            and results[req_id].error is None
+            and self._states[req_id].parents_of(drafts) is not None
+        }
+
+    def _compact(self, step: SchedulerOutput, accepted: Mapping[str, Sequence[int]]) -> None:
+        """Bring the KV of the accepted nodes of trees to where their positions have it.
+
+        The target's layers only. The proposers' own hold guesses there, until the features of these
+        positions are handed over, which overwrite them.
+        """
+        source: list[np.ndarray] = []
+        target: list[np.ndarray] = []
+        for req_id, nodes in accepted.items():
+            state = self._states[req_id]
+            num_drafts = len(step.scheduled_spec_decode_tokens[req_id])
+            end = state.num_computed_tokens + step.num_scheduled_tokens[req_id]
+            slots = state.blocks.slots(end)[end - num_drafts :]
+            moved = [place for place, node in enumerate(nodes) if node != place]
+            if moved:
+                source.append(slots[[nodes[place] for place in moved]])
+                target.append(slots[moved])
+        if source:
+            self.cache.move(np.concatenate(source), np.concatenate(target))
+
     def _commit(
-        self, step: SchedulerOutput, sampled: dict[str, list[int]], passes: dict[str, _Pass]
+        self,
+        step: SchedulerOutput,
+        sampled: Mapping[str, list[int]],
+        accepted: Mapping[str, Sequence[int]],
+        passes: Mapping[str, _Pass],
     ) -> None:
-        """Advance as the scheduler does: what was scheduled, less the rejected drafts."""
+        """Advance as the scheduler does: what was scheduled, less the rejected drafts.
+
+        `accepted`: which drafts were, of the requests whose draft is a tree.
+        """
         for req_id, num_scheduled in step.num_scheduled_tokens.items():
             state = self._states[req_id]
             start = state.num_computed_tokens
             state.num_computed_tokens += num_scheduled
-            state.draft_probs = None
+            state.draft_probs = state.draft_parents = None
             tokens = sampled.get(req_id, [])
             state.num_new_tokens = len(tokens)
+            num_drafts = len(step.scheduled_spec_decode_tokens.get(req_id, ()))
             if tokens:
-                num_drafts = len(step.scheduled_spec_decode_tokens.get(req_id, ()))
                 state.num_computed_tokens -= num_drafts - (len(tokens) - 1)
                 state.token_ids += tokens
             if self.proposers is not None and state.may_draft:
                 first = passes[req_id].first_row
-                kept = slice(first, first + state.num_computed_tokens - start)
+                kept: Sequence[int] = range(first, first + state.num_computed_tokens - start)
+                if req_id in accepted:
+                    first_draft = first + num_scheduled - num_drafts
+                    kept = [
+                        *range(first, first_draft),
+                        *(first_draft + node for node in accepted[req_id]),
+                    ]
                 self.proposers.add_features(req_id, start, passes[req_id].capture, kept)
 
 

@@ -25,7 +25,10 @@ _Ints = npt.NDArray[np.int64]
 
 
 class Context:
-    """One request in one step: row j comes after all of its committed tokens and j of its drafts.
+    """One request in one step: its row j comes after all committed tokens and j of its drafts.
+
+    If the draft is a tree, row 0 comes after the committed tokens, and row j after these and the
+    drafts on the way to draft j - 1, itself included; its *depth* is their number.
 
     One object serves all rows of the request in the step: what needs a pass over the committed
     tokens is done once, and only if a processor asks. The tokens are not copied, and must not
@@ -38,19 +41,39 @@ class Context:
         token_ids: Sequence[int],
         num_prompt_tokens: int,
         draft_token_ids: Sequence[int] = (),
+        parents: Sequence[int] | None = None,
     ) -> None:
-        """`token_ids`: the committed tokens, prompt and output."""
+        """`token_ids`: the committed tokens, prompt and output. `parents`: None for a chain.
+
+        `parents[j]` is the place of the draft above draft j, an earlier one, or -1.
+        """
         self.sampling = sampling
         self.token_ids = token_ids
         self.num_prompt_tokens = num_prompt_tokens
         self.draft_token_ids = draft_token_ids
+        self._parents = parents
         self._counts: _Counts | None = None
 
-    def uses_processors(self, num_drafts: int) -> bool:
-        """Whether anything in this module changes row `num_drafts`."""
+    def depth(self, index: int) -> int:
+        """Return how many drafts come before row `index`."""
+        return index if self._parents is None else len(self.drafts_before(index))
+
+    def drafts_before(self, index: int) -> Sequence[int]:
+        """Return the places of the drafts before row `index`, in order."""
+        if self._parents is None:
+            return range(index)
+        way: list[int] = []
+        place = index - 1
+        while place >= 0:
+            way.append(place)
+            place = self._parents[place]
+        return way[::-1]
+
+    def uses_processors(self, index: int) -> bool:
+        """Whether anything in this module changes row `index`."""
         sampling = self.sampling
         return (
-            self._masks_stop_ids(num_drafts)
+            self._masks_stop_ids(index)
             or sampling.allowed_token_ids is not None
             or bool(sampling.bad_words_token_ids)
             or self._moves_logits()
@@ -60,24 +83,24 @@ class Context:
         """Whether `banned_ids` tells all that this module does to a row."""
         return self.sampling.allowed_token_ids is None and not self._moves_logits()
 
-    def banned_ids(self, num_drafts: int, vocab_size: int) -> list[int]:
+    def banned_ids(self, index: int, vocab_size: int) -> list[int]:
         """Return the ids of the vocabulary that bad words and min_tokens keep off a row.
 
         A bad word's last id is banned where the prefix, prompt included, ends with those before it.
         """
         banned: list[int] = []
         if words := self.sampling.bad_words_token_ids:
-            tail = self._tail(num_drafts, max(map(len, words)) - 1)
+            tail = self._tail(index, max(map(len, words)) - 1)
             banned += [
                 word[-1] for word in words if len(word) == 1 or tail[1 - len(word) :] == word[:-1]
             ]
-        if self._masks_stop_ids(num_drafts):
+        if self._masks_stop_ids(index):
             banned += self.sampling.stop_token_ids
         # A tokenizer may name ids that the model lacks.
         return [token_id for token_id in banned if 0 <= token_id < vocab_size]
 
-    def process(self, logits: torch.Tensor, num_drafts: int) -> torch.Tensor:
-        """Return row `num_drafts` as the processors leave it: a new tensor, float32 [vocab_size].
+    def process(self, logits: torch.Tensor, index: int) -> torch.Tensor:
+        """Return row `index` as the processors leave it: a new tensor, float32 [vocab_size].
 
         `logits` [vocab_size], any float dtype, is only read.
         """
@@ -89,21 +112,21 @@ class Context:
         if sampling.allowed_token_ids is not None:
             ids = self._allowed_ids.to(device)
             processed = torch.full_like(processed, -torch.inf).index_copy_(0, ids, processed[ids])
-        if banned := self.banned_ids(num_drafts, logits.shape[0]):
+        if banned := self.banned_ids(index, logits.shape[0]):
             processed.index_fill_(0, torch.tensor(banned, device=device), -torch.inf)
         if (penalty := sampling.repetition_penalty) != 1:
-            ids = self._counted(logits.shape[0]).seen(num_drafts).to(device)
+            ids = self._counted(logits.shape[0]).seen(self.drafts_before(index)).to(device)
             values = processed[ids]
             processed[ids] = torch.where(values < 0, values * penalty, values / penalty)
         if sampling.presence_penalty or sampling.frequency_penalty:
-            counted = self._counted(logits.shape[0]).output(num_drafts)
+            counted = self._counted(logits.shape[0]).output(self.drafts_before(index))
             ids, counts = (part.to(device) for part in counted)
             values = processed[ids] - sampling.frequency_penalty * counts
             processed[ids] = values - sampling.presence_penalty * (counts > 0)
         return processed
 
-    def describe_bans(self, num_drafts: int) -> list[str]:
-        """Say, one clause each, which parameters may ban tokens of row `num_drafts`."""
+    def describe_bans(self, index: int) -> list[str]:
+        """Say, one clause each, which parameters may ban tokens of row `index`."""
         sampling = self.sampling
         clauses = []
         if any(bias == -math.inf for _, bias in sampling.logit_bias):
@@ -112,7 +135,7 @@ class Context:
             clauses.append("allowed_token_ids bans all others")
         if sampling.bad_words_token_ids:
             clauses.append("bad_words bans tokens")
-        if self._masks_stop_ids(num_drafts):
+        if self._masks_stop_ids(index):
             clauses.append(f"min_tokens masks the stop ids {list(sampling.stop_token_ids)}")
         return clauses
 
@@ -125,13 +148,16 @@ class Context:
             or sampling.frequency_penalty
         )
 
-    def _masks_stop_ids(self, num_drafts: int) -> bool:
-        output_index = len(self.token_ids) + num_drafts - self.num_prompt_tokens
-        return output_index < self.sampling.min_tokens and bool(self.sampling.stop_token_ids)
+    def _masks_stop_ids(self, index: int) -> bool:
+        if not self.sampling.stop_token_ids:
+            return False
+        output_index = len(self.token_ids) + self.depth(index) - self.num_prompt_tokens
+        return output_index < self.sampling.min_tokens
 
-    def _tail(self, num_drafts: int, length: int) -> tuple[int, ...]:
+    def _tail(self, index: int, length: int) -> tuple[int, ...]:
         """Return the last `length` tokens before a row; fewer if there are fewer."""
-        drafts = self.draft_token_ids[max(0, num_drafts - length) : num_drafts]
+        way = self.drafts_before(index)
+        drafts = [self.draft_token_ids[place] for place in way[max(0, len(way) - length) :]]
         first = len(self.token_ids) - (length - len(drafts))
         return (*self.token_ids[max(0, first) :], *drafts)
 
@@ -161,17 +187,20 @@ class _Counts:
         self._committed = np.array(context.token_ids, dtype=np.int64)
         self._num_prompt_tokens = context.num_prompt_tokens
 
-    def seen(self, num_drafts: int) -> torch.Tensor:
-        """Return the ids in prompt, output and drafts before a row; a draft's may stand twice."""
-        return torch.from_numpy(np.concatenate((self._committed_ids, self._drafts[:num_drafts])))
+    def seen(self, way: Sequence[int]) -> torch.Tensor:
+        """Return the ids in prompt, output and the drafts before a row; a draft's may stand twice.
 
-    def output(self, num_drafts: int) -> tuple[torch.Tensor, torch.Tensor]:
+        `way`: the places of these drafts.
+        """
+        return torch.from_numpy(np.concatenate((self._committed_ids, self._drafts[way])))
+
+    def output(self, way: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return distinct ids, and how often each is in the output before a row, as float32.
 
-        An id that occurs in later drafts only counts 0.
+        An id that occurs in other drafts only counts 0.
         """
         ids, committed_counts, places = self._in_output
-        counts = committed_counts + np.bincount(places[:num_drafts], minlength=len(ids))
+        counts = committed_counts + np.bincount(places[way], minlength=len(ids))
         return torch.from_numpy(ids), torch.from_numpy(counts.astype(np.float32))
 
     @cached_property

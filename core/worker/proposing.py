@@ -14,8 +14,10 @@ from itertools import islice
 from typing import Any
 
 from foresay.core.errors import ProposerError, one_line
-from foresay.core.proposer import DraftInput, DraftRequest, Proposer
+from foresay.core.proposer import Draft, DraftInput, DraftRequest, Proposer
+from foresay.core.worker.checked_tree import checked_tree
 from foresay.core.worker.draft_sampler import StepSampler
+from foresay.core.worker.draft_tree import is_chain
 from foresay.core.worker.drafter_kv import StepKV
 
 logger = logging.getLogger("foresay")
@@ -28,7 +30,7 @@ class GuardedProposer:
 
     The kinds are "raised" (it raised, or what it returned is no `Draft`), "too_long", "bad_id" and
     "not_as_drawn" (it returned something else than it drew through the sampler) and
-    "not_stored" (it left positions out of its KV layers). After three failing calls in a row the
+    "not_stored" (it left positions out of its KV layers); of trees also those of `checked_tree`. After three failing calls in a row the
     proposer is dropped for the engine's life; at once, if it has hidden states or KV layers to
     keep up with, and when something was not stored. That is counted too, as "dropped". In strict
     mode every fault raises `ProposerError` instead.
@@ -46,10 +48,12 @@ class GuardedProposer:
         vocab_size: int,
         strict: bool,
         max_failures: int = MAX_FAILURES_IN_A_ROW,
+        may_branch: bool = False,
     ) -> None:
         """`owner` names the distribution, for messages; draft ids are in range(vocab_size).
 
-        `max_failures`: so many failing calls in a row drop it.
+        `max_failures`: so many failing calls in a row drop it. `may_branch`: it declared
+        `Needs.tree`.
         """
         self.name = name
         self.dropped = False
@@ -58,30 +62,38 @@ class GuardedProposer:
         self._vocab_size = vocab_size
         self._strict = strict
         self._max_failures = max_failures
+        self._may_branch = may_branch
         self._failures_in_a_row = 0
         self._faults: Counter[str] = Counter()  # not yet taken
         self._logged: set[str] = set()
         self._release = getattr(proposer, "release", None)
 
-    def propose(self, batch: DraftInput) -> list[list[int]]:
-        """Return one checked draft per request, maybe empty."""
+    def propose(self, batch: DraftInput) -> Draft:
+        """Return one checked draft per request, maybe empty; chains have no parents."""
         requests, sampler = batch.requests, batch.sampler
         assert sampler is None or isinstance(sampler, StepSampler)
         try:
-            drafts = _drafts(self._proposer.propose(batch), requests)
+            drafts = _drafts(self._proposer.propose(batch), requests, self._may_branch)
         except Exception as error:  # noqa: BLE001 - whatever a plugin raises must not end a request
             self._fault("raised", one_line(error), error)
             self._failures_in_a_row += 1
             if self._failures_in_a_row >= self._max_failures:
                 self._drop(f"failed {self._failures_in_a_row} times in a row")
-            return [(sampler and sampler.drawn(row)) or [] for row in range(len(requests))]
+            return Draft([(sampler and sampler.drawn(row)) or [] for row in range(len(requests))])
         finally:
             if sampler is not None:
                 self._faults.update(sampler.faults)
         self._failures_in_a_row = 0
-        checked = []
-        for row, (ids, request) in enumerate(zip(drafts, requests, strict=True)):
+        checked: list[list[int]] = []
+        trees: list[list[int] | None] = []
+        for row, ((ids, parents), request) in enumerate(zip(drafts, requests, strict=True)):
             drawn = None if sampler is None else sampler.drawn(row)
+            if drawn is None and parents is not None:
+                ids, parents = self._check_tree(ids, parents, request)
+                checked.append(ids)
+                trees.append(None if is_chain(parents) else parents)
+                continue
+            trees.append(None)
             if drawn is None:
                 checked.append(self._check(ids, request))
                 continue
@@ -92,7 +104,7 @@ class GuardedProposer:
                     "drawn is the draft",
                 )
             checked.append(drawn)
-        return checked
+        return Draft(checked, trees if any(trees) else None)
 
     def check_stored(self, view: StepKV, ranges: Sequence[range]) -> None:
         """Make sure that the positions handed over were stored in every KV layer of its own."""
@@ -130,6 +142,19 @@ class GuardedProposer:
             checked.append(index)
         return checked
 
+    def _check_tree(
+        self, ids: Sequence[Any], parents: Sequence[Any], request: DraftRequest
+    ) -> tuple[list[int], list[int]]:
+        return checked_tree(
+            ids,
+            parents,
+            k=request.k,
+            max_depth=request.max_depth,
+            vocab_size=self._vocab_size,
+            as_index=_index,
+            fault=self._fault,
+        )
+
     def _drop(self, why: str) -> None:
         self.dropped = True
         self._faults["dropped"] += 1
@@ -147,19 +172,37 @@ class GuardedProposer:
             logger.warning("%s; counted from now on, not logged again", message)
 
 
-def _drafts(draft: Any, requests: Sequence[DraftRequest]) -> list[list[Any]]:
-    """Return each request's draft, unchecked, one id longer than k at most; raise if it is none."""
+def _drafts(
+    draft: Any, requests: Sequence[DraftRequest], may_branch: bool
+) -> list[tuple[list[Any], list[Any] | None]]:
+    """Return each request's draft, unchecked, one id longer than k at most; raise if it is none.
+
+    With each the parents of its tokens; None: it is a chain.
+    """
     if not hasattr(draft, "token_ids"):
         raise TypeError(f"propose() returned {reprlib.repr(draft)}, not a Draft")
-    if getattr(draft, "parents", None) is not None:
-        raise ValueError("Draft.parents is set: drafts are chains in this version")
     token_ids = _sequence(draft.token_ids, "Draft.token_ids")
     if len(token_ids) != len(requests):
         raise ValueError(f"propose() drafted for {len(token_ids)} of {len(requests)} requests")
-    return [
-        list(islice(_sequence(ids, f"Draft.token_ids[{i}]"), request.k + 1))
-        for i, (ids, request) in enumerate(zip(token_ids, requests, strict=True))
-    ]
+    trees: Sequence[Any] = [None] * len(requests)
+    if getattr(draft, "parents", None) is not None:
+        if not may_branch:
+            raise ValueError("Draft.parents is set, and Needs.tree was not declared")
+        trees = _sequence(draft.parents, "Draft.parents")
+        if len(trees) != len(requests):
+            raise ValueError(f"Draft.parents has {len(trees)} items for {len(requests)} requests")
+    found: list[tuple[list[Any], list[Any] | None]] = []
+    for i, (ids, tree, request) in enumerate(zip(token_ids, trees, requests, strict=True)):
+        ids = _sequence(ids, f"Draft.token_ids[{i}]")
+        first = list(islice(ids, request.k + 1))
+        if tree is None:
+            found.append((first, None))
+            continue
+        tree = _sequence(tree, f"Draft.parents[{i}]")
+        if len(tree) != len(ids):
+            raise ValueError(f"Draft.parents[{i}] has {len(tree)} items for {len(ids)} tokens")
+        found.append((first, list(islice(tree, request.k + 1))))
+    return found
 
 
 def _sequence(value: Any, what: str) -> Any:

@@ -11,6 +11,26 @@ tokens. All rules are lossless: what is emitted has the law of plain decoding, w
   (`draft_sampler`); in `drawn_drafts`. Which one is said by the draft, not by the request: the rule
   is fixed before drafting.
 
+A draft may be a tree (`VerifyRequest.parents`), whose siblings are alternatives for one position.
+It is *walked*: from the root, the last committed token, to the child that equals the row's token,
+and so on until no child does. Trees have one rule, whatever their request's `verification` says:
+greedy or deterministic.
+
+Why any tree is exact, with any children, chosen in any way, even by who has seen the noise. The
+token t at a position p is a function of the tokens before p and of the noise of p alone: t(prefix),
+what plain decoding emits with that noise. Suppose that the walk stands at a node, and what was
+emitted so far is what plain decoding emits. The node's own tokens are these very ones, as the walk
+went to children that equal them; so its row, its processors' prefix and its position are those of
+plain decoding after the same prefix, and the token is t(prefix). The tree decides where the walk
+must stop, and nothing else. So a text is a function of its seed, the same for every tree; it has
+the target's law because the noise of different positions is independent, and no statement about how
+the tree came to be was needed. Siblings that are equal do no harm: the first is taken, and the
+other's rows are never looked at.
+
+What a tree may know of noise, the other rules may not: whoever saw the TARGET noise of positions
+yet to come must not choose by it which rule a later step of this request has, or where a draft ends
+that `rejection` or `block` verifies, since their bonus tokens are drawn with that noise.
+
 A draft token is *accepted* if the rule takes it. The first that isn't is replaced (the *recovered*
 token); if all are accepted, the last row gives one more (the *bonus* token).
 
@@ -63,7 +83,12 @@ Backend = Literal["auto", "torch", "triton"]
 
 @dataclass(slots=True)
 class VerifyRequest:
-    """One request with output rows in this step: row j predicts what follows its j-th draft."""
+    """One request with output rows in this step.
+
+    Row 0 predicts what follows the committed tokens, row j + 1 what follows draft j. `parents`, for
+    a draft that is a tree: of each draft the place of the one above it, an earlier one, -1 for a
+    child of the last committed token. None: a chain, each follows the one before it.
+    """
 
     req_id: str
     draft_token_ids: Sequence[int]
@@ -71,10 +96,11 @@ class VerifyRequest:
     num_prompt_tokens: int
     sampling: SamplingData
     draft_probs: DraftProbs | None = None  # None: a deterministic draft, or a coupled one
+    parents: Sequence[int] | None = None  # a tree is deterministic: no probs are looked at
 
     @property
     def num_committed(self) -> int:
-        """Tokens before this step: row j gives the token at num_committed + j."""
+        """Tokens before this step: a row after n drafts gives the token at num_committed + n."""
         return len(self.token_ids)
 
     @property
@@ -84,8 +110,18 @@ class VerifyRequest:
 
     @property
     def num_rows(self) -> int:
-        """One row for each draft, and the one after the last."""
+        """One row for each draft, and the one before all of them."""
         return 1 + len(self.draft_token_ids)
+
+    def context(self) -> Context:
+        """Return what the processors of the request's rows look at."""
+        return Context(
+            self.sampling,
+            self.token_ids,
+            self.num_prompt_tokens,
+            self.draft_token_ids,
+            self.parents,
+        )
 
 
 @dataclass(slots=True)
@@ -95,12 +131,14 @@ class VerifyResult:
     `logprobs`: for a request that asks, one dict per token; see `row_logprobs`. `faults` counts
     what was survived: "bad_draft_probs", by the deterministic rule, which is exact for any draft;
     "zero_residual", where target and draft differ by rounding only, by the target's own probs.
+    `accepted`: the accepted drafts' places in the draft, ascending; of a chain, the first ones.
     """
 
     token_ids: list[int] = field(default_factory=list)
     error: str | None = None
     logprobs: list[dict[int, float]] | None = None
     faults: dict[str, int] = field(default_factory=dict)
+    accepted: list[int] = field(default_factory=list)
 
 
 @torch.inference_mode()
@@ -131,9 +169,10 @@ def verify(
     for request, result in zip(requests, results, strict=True):
         n = request.sampling.logprobs
         if n is not None and result.error is None:
+            used = (0, *(place + 1 for place in result.accepted))
             result.logprobs = [
-                row_logprobs(logits[first_row + j], token_id, n)
-                for j, token_id in enumerate(result.token_ids)
+                row_logprobs(logits[first_row + index], token_id, n)
+                for index, token_id in zip(used, result.token_ids, strict=True)
             ]
         first_row += request.num_rows
     return results
@@ -158,7 +197,7 @@ def _verify_in_torch(logits: torch.Tensor, requests: Sequence[VerifyRequest]) ->
         kind = drawn
         if is_greedy(request.sampling):
             kind = greedy
-        elif request.draft_probs is None or not request.draft_token_ids:
+        elif is_deterministic(request):
             kind = sampled
         elif not are_usable(
             request.draft_probs, request.draft_token_ids, request.num_committed, logits.shape[1]
@@ -176,6 +215,12 @@ def _verify_in_torch(logits: torch.Tensor, requests: Sequence[VerifyRequest]) ->
     return results
 
 
+def is_deterministic(request: VerifyRequest) -> bool:
+    """Whether a request's rule is the deterministic one, if it is not greedy."""
+    has_probs = request.draft_probs is not None and bool(request.draft_token_ids)
+    return not has_probs or request.parents is not None
+
+
 class _Progress:
     """A request on its way through its rows."""
 
@@ -183,34 +228,50 @@ class _Progress:
         self.request = request
         self.result = result
         self.first_row = first_row
-        self._context = Context(
-            request.sampling, request.token_ids, request.num_prompt_tokens, request.draft_token_ids
-        )
-
-    @property
-    def index(self) -> int:
-        """The row that gives the next token, among the request's."""
-        return len(self.result.token_ids)
+        self.index = 0  # the row that gives the next token, among the request's
+        self._context = request.context()
+        self._children: dict[tuple[int, int], int] | None = None  # by row and token: places
+        if request.parents is not None:
+            self._children = {}
+            edges = zip(request.parents, request.draft_token_ids, strict=True)
+            for place, (parent, token_id) in enumerate(edges):
+                self._children.setdefault((parent + 1, token_id), place)
 
     def row(self, logits: torch.Tensor, index: int) -> Row:
         return Row(logits[self.first_row + index], self._context, index)
 
     def key(self, stream: Stream, index: int) -> NoiseKey:
-        """Return the noise of a row's stream: keyed by the draft's offset, too."""
+        """Return the noise of a row's stream, of a chain: keyed by the draft's offset, too."""
         sampling = self.request.sampling
         position = self.request.num_committed + index
         return NoiseKey(sampling.seed, position, stream, index, sampling.sample_index)
 
     def take(self, outcome: int | RowError) -> bool:
-        """Take the row's token, or its error; return whether the next row is to be used."""
-        result, drafts = self.result, self.request.draft_token_ids
-        index = self.index
-        if isinstance(outcome, RowError):
-            result.token_ids = []
-            result.error = f"at position {self.request.num_committed + index}, {outcome}"
+        """Take the row's token, or its error; return whether the walk goes on, to a next row."""
+        self.end(outcome)
+        place = None if isinstance(outcome, RowError) else self._child(outcome)
+        if place is None:
             return False
-        result.token_ids.append(outcome)
-        return index < len(drafts) and outcome == drafts[index]
+        self.result.accepted.append(place)
+        self.index = place + 1
+        return True
+
+    def end(self, outcome: int | RowError) -> None:
+        """Take the row's token, or its error, without a look at the draft."""
+        result = self.result
+        if isinstance(outcome, RowError):
+            position = self.request.num_committed + len(result.token_ids)
+            result.token_ids, result.accepted = [], []
+            result.error = f"at position {position}, {outcome}"
+        else:
+            result.token_ids.append(outcome)
+
+    def _child(self, token_id: int) -> int | None:
+        """Return the place of the draft that follows the row and is this token."""
+        if self._children is not None:
+            return self._children.get((self.index, token_id))
+        drafts, place = self.request.draft_token_ids, self.index
+        return place if place < len(drafts) and drafts[place] == token_id else None
 
 
 def _verify_greedy(logits: torch.Tensor, batch: Sequence[_Progress]) -> None:
@@ -254,6 +315,8 @@ def _verify_drawn(logits: torch.Tensor, batch: Sequence[_Progress]) -> None:
         accept = accept_by_block if draft_probs.rule == "block" else accept_by_rejection
         num_accepted, scale = accept(draft, list(islice(noise, len(drafts))))
         progress.result.token_ids = list(drafts[:num_accepted])
+        progress.result.accepted = list(range(num_accepted))
+        progress.index = num_accepted
         if num_accepted == len(drafts):
             complete.append(progress)
             continue
@@ -265,8 +328,8 @@ def _verify_drawn(logits: torch.Tensor, batch: Sequence[_Progress]) -> None:
             race = Race(progress.key(Stream.RECOVER, num_accepted), *residual)
             recovering.append((progress, race))
         except RowError as error:
-            progress.take(error)
+            progress.end(error)
     recovered = draw([race for _, race in recovering])
     for (progress, _), token_id in zip(recovering, recovered, strict=True):
-        progress.take(token_id)
+        progress.end(token_id)
     _verify_sampled(logits, complete)  # the bonus tokens

@@ -40,14 +40,14 @@ class RowError(ForesayError):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row to draw a token from: after a request's committed tokens and `num_drafts` drafts.
+    """One row to draw a token from: row `index` of a request; see `Context` for what it follows.
 
     Target rows and the bonus row are made alike. `logits` are only read.
     """
 
     logits: torch.Tensor  # [vocab_size], any float dtype
     context: Context  # shared by all rows of the request in this step
-    num_drafts: int = 0
+    index: int = 0
 
     @property
     def sampling(self) -> SamplingData:
@@ -57,7 +57,7 @@ class Row:
     @property
     def position(self) -> int:
         """Index of the drawn token in the request's tokens."""
-        return len(self.context.token_ids) + self.num_drafts
+        return len(self.context.token_ids) + self.context.depth(self.index)
 
     @property
     def output_index(self) -> int:
@@ -82,9 +82,9 @@ def processed_logits(row: Row) -> torch.Tensor | None:
 
     None if no processor is at work on this row: its logits are as they are.
     """
-    if not row.context.uses_processors(row.num_drafts):
+    if not row.context.uses_processors(row.index):
         return None
-    return row.context.process(row.logits, row.num_drafts)
+    return row.context.process(row.logits, row.index)
 
 
 def greedy_token(row: Row, top_logit: float, top_id: int) -> int:
@@ -94,13 +94,11 @@ def greedy_token(row: Row, top_logit: float, top_id: int) -> int:
     """
     _check(top_logit)
     context = row.context
-    if not context.uses_processors(row.num_drafts):
+    if not context.uses_processors(row.index):
         return top_id
-    if context.only_bans() and top_id not in context.banned_ids(
-        row.num_drafts, row.logits.shape[0]
-    ):
+    if context.only_bans() and top_id not in context.banned_ids(row.index, row.logits.shape[0]):
         return top_id
-    top, index = context.process(row.logits, row.num_drafts).max(dim=-1)
+    top, index = context.process(row.logits, row.index).max(dim=-1)
     _check_processed(row, top.item())
     return int(index)
 
@@ -240,7 +238,7 @@ def _check(top: float) -> None:
 
 def _check_processed(row: Row, top: float) -> None:
     """Raise unless a usable row still allows a token after its processors, given its maximum."""
-    bans = row.context.describe_bans(row.num_drafts)
+    bans = row.context.describe_bans(row.index)
     if top == -math.inf and bans:
         raise RowError(f"no token is allowed: every logit is -inf, once {' and '.join(bans)}")
     if not math.isfinite(top):

@@ -22,10 +22,10 @@ import torch
 import triton
 
 from foresay.core.worker.draft_sampler import DraftProbs
+from foresay.core.worker.draft_tree import depths
 from foresay.core.worker.filter_bounds import filter_bounds, is_filtered
 from foresay.core.worker.kernels import rejection, rows
-from foresay.core.worker.processors import Context
-from foresay.core.worker.rejection_sampler import VerifyRequest, VerifyResult
+from foresay.core.worker.rejection_sampler import VerifyRequest, VerifyResult, is_deterministic
 from foresay.core.worker.sampling import Row, RowError, greedy_token, is_greedy, target_probs
 
 _MASK_64 = (1 << 64) - 1
@@ -94,10 +94,7 @@ class VerifyPlan:
         chunk = tuning.block * tuning.num_tiles
         self._num_splits = -(-vocab_size // chunk)
         columns = -(-self._tables.max_columns // self._num_splits)
-        self._contexts = [
-            Context(r.sampling, r.token_ids, r.num_prompt_tokens, r.draft_token_ids)
-            for r in requests
-        ]
+        self._contexts = [request.context() for request in requests]
         self._buffer_places = [-1] * num_rows  # of processed rows in their buffer; -1: none
         self._arguments: dict[str, Any] = {
             "vocab_size": vocab_size,
@@ -140,17 +137,18 @@ class VerifyPlan:
         results = []
         first_row = 0
         for i, (request, output) in enumerate(zip(self._requests, outputs, strict=True)):
-            accepted = output[rejection.ACCEPTED.value]
+            last_row = output[rejection.LAST_ROW.value]
             result = VerifyResult()
             if output[rejection.BAD_DRAFT_PROBS.value] or self._tables.has_wrong_probs[i]:
                 result.faults["bad_draft_probs"] = 1
             if output[rejection.ZERO_RESIDUAL.value]:
                 result.faults["zero_residual"] = 1
             if output[rejection.FAILED.value]:
-                row = Row(self._logits[first_row + accepted], self._contexts[i], accepted)
+                row = Row(self._logits[first_row + last_row], self._contexts[i], last_row)
                 result.error = f"at position {row.position}, {_reason(row)}"
             else:
-                result.token_ids = list(request.draft_token_ids[:accepted])
+                result.accepted = list(self._contexts[i].drafts_before(last_row))
+                result.token_ids = [request.draft_token_ids[place] for place in result.accepted]
                 result.token_ids.append(output[rejection.TOKEN.value])
             results.append(result)
             first_row += request.num_rows
@@ -270,27 +268,28 @@ class _Tables:
         self.has_wrong_probs = [False] * num_requests
         self.max_columns = 0
         rules = np.zeros(num_requests, dtype=np.int64)
-        by_request = np.zeros((9, num_requests + num_requests % 2), dtype=np.int64)
+        by_request = np.zeros((10, num_requests + num_requests % 2), dtype=np.int64)
         first_row = 0
         for i, request in enumerate(requests):
             sampling = request.sampling
             rules[i] = self._rule(i, request)
             seed = sampling.seed & _MASK_64
-            by_request[:5, i] = (
+            by_request[:6, i] = (
                 first_row,
                 len(request.draft_token_ids),
                 seed - (seed >> 63 << 64),  # the same bits, signed
                 request.num_committed,
                 sampling.sample_index,
+                request.parents is not None,
             )
             if rules[i] >= rows.REJECTION.value:
                 assert request.draft_probs is not None  # the rule is for drafts that have them
-                by_request[5:, i] = self._addresses(request.draft_probs, vocab_size, device)
+                by_request[6:, i] = self._addresses(request.draft_probs, vocab_size, device)
             first_row += request.num_rows
 
         num_rows = [request.num_rows for request in requests]
         indices = np.concatenate([np.arange(n) for n in num_rows])
-        by_row = np.zeros((5, first_row + first_row % 2), dtype=np.int64)
+        by_row = np.zeros((7, first_row + first_row % 2), dtype=np.int64)
         by_row[0, :first_row] = np.repeat(rules, num_rows)
         by_row[1, :first_row] = np.repeat(np.arange(num_requests), num_rows)
         by_row[2, :first_row] = indices
@@ -298,6 +297,14 @@ class _Tables:
             chain.from_iterable((*request.draft_token_ids, 0) for request in requests)
         )
         by_row[4, :first_row] = np.argsort(indices, kind="stable")
+        by_row[5, :first_row] = indices  # a row's depth
+        by_row[6, :first_row] = indices - 1  # and the parent of the draft of its index
+        starts = np.cumsum([0, *num_rows])
+        for start, request in zip(starts.tolist(), requests, strict=False):
+            if parents := request.parents:
+                end = start + len(parents)
+                by_row[5, start + 1 : end + 1] = depths(parents)
+                by_row[6, start:end] = parents
         # Greedy rows are not divided by a temperature; their scores are their logits.
         settings = np.array([(_temperature(r), r.sampling.min_p) for r in requests])
         self.floats = torch.from_numpy(
@@ -320,15 +327,18 @@ class _Tables:
             "seeds_ptr": request_columns[2],
             "positions_ptr": request_columns[3],
             "samples_ptr": request_columns[4],
-            "probs_ptr": request_columns[5],
-            "probs_strides_ptr": request_columns[6],
-            "column_maps_ptr": request_columns[7],
-            "num_columns_ptr": request_columns[8],
+            "are_trees_ptr": request_columns[5],
+            "probs_ptr": request_columns[6],
+            "probs_strides_ptr": request_columns[7],
+            "column_maps_ptr": request_columns[8],
+            "num_columns_ptr": request_columns[9],
             "rules_ptr": row_columns[0],
             "requests_ptr": row_columns[1],
             "draft_indices_ptr": row_columns[2],
             "draft_tokens_ptr": row_columns[3],
             "order_ptr": row_columns[4],
+            "depths_ptr": row_columns[5],
+            "parents_ptr": row_columns[6],
             "temperatures_ptr": self.floats[0],
             "min_ps_ptr": self.floats[1],
         }
@@ -338,7 +348,8 @@ class _Tables:
         rule: int = rows.DETERMINISTIC.value
         if is_greedy(request.sampling):
             rule = rows.GREEDY.value
-        elif request.draft_probs is not None and request.draft_token_ids:
+        elif not is_deterministic(request):
+            assert request.draft_probs is not None
             if not _fits(request.draft_probs, request):
                 self.has_wrong_probs[i] = True
             elif request.draft_probs.rule == "block":

@@ -4,7 +4,9 @@ Knows rows' statistics, rules, draft probs and noise keys, all as tensors. Does 
 parameters by name, nor what the columns of the output mean to an engine: the host side does
 (`triton_sampler`). No [rows, vocab] tensor is ever written.
 
-Row j of a request predicts what follows its first j draft tokens. One step is a few launches:
+Row 0 of a request predicts what follows its committed tokens, row j + 1 what follows its draft
+token j. Each draft token has a parent: -1, or an earlier one; in a chain it is the one before. One
+step is a few launches:
 
 1. `rows`: statistics of all rows in one pass, one merge a row; where min_p is on and the sum of the
    weights is needed, a second pass for that sum, since min_p's bound is relative to the maximum.
@@ -12,7 +14,8 @@ Row j of a request predicts what follows its first j draft tokens. One step is a
    it: the second time that those are read, and the last but for a row that is drawn from.
 3. a decision per request. Greedy ones are done with that.
 4. the race, for rows that a token is drawn from: the one after a drawn draft's accepted prefix, and
-   the rows of a deterministic draft until one is known to differ from its draft token.
+   the rows of a deterministic draft: of a chain until one is known to differ from its draft token,
+   of a tree all.
 5. the merge of the races, and the end of the deterministic rule.
 
 What a row holds beyond the first one that is not used decides nothing, whatever was computed of it.
@@ -46,10 +49,10 @@ from foresay.core.worker.kernels.rows import (
     weigh,
 )
 
-# Columns of the output: accepted drafts, the token after them, whether the row after them is
-# unusable (there is no token then), and two faults.
+# Columns of the output: the row after the accepted drafts (0: there are none; of a chain it is how
+# many there are), the token it gives, whether it is unusable (there is no token then), two faults.
 NUM_OUTPUTS = tl.constexpr(5)
-ACCEPTED = tl.constexpr(0)
+LAST_ROW = tl.constexpr(0)
 TOKEN = tl.constexpr(1)
 FAILED = tl.constexpr(2)
 BAD_DRAFT_PROBS = tl.constexpr(3)
@@ -158,7 +161,7 @@ def block_residual_kernel(
 @triton.jit
 def decide_kernel(
     rules_ptr, first_rows_ptr, num_drafts_ptr, seeds_ptr, positions_ptr, samples_ptr,
-    draft_tokens_ptr, top_ids_ptr, bad_ptr, draft_probs_ptr, ratios_ptr,
+    draft_tokens_ptr, parents_ptr, top_ids_ptr, bad_ptr, draft_probs_ptr, ratios_ptr,
     split_draft_sums_ptr, split_residuals_ptr,
     used_rules_ptr, scales_ptr, limits_ptr,  # [num_requests]
     outputs_ptr,  # [num_requests, NUM_OUTPUTS]
@@ -184,12 +187,16 @@ def decide_kernel(
     tl.store(output_ptr + ZERO_RESIDUAL, none)
 
     if rule == GREEDY:
+        top_id = tl.load(top_ids_ptr + first_row)
+        usable = tl.load(bad_ptr + first_row) == 0
         for index in range(num_drafts):
             row = first_row + index
-            matches = tl.load(top_ids_ptr + row) == tl.load(draft_tokens_ptr + row)
-            going = tl.where(matches & (tl.load(bad_ptr + row) == 0), going, 0)
-            accepted += going
-        tl.store(output_ptr + TOKEN, tl.load(top_ids_ptr + first_row + accepted).to(tl.int64))
+            follows = tl.load(parents_ptr + row) + 1 == accepted
+            if usable & follows & (tl.load(draft_tokens_ptr + row) == top_id):
+                accepted = tl.full((), 1, tl.int64) + index
+                top_id = tl.load(top_ids_ptr + row + 1)
+                usable = tl.load(bad_ptr + row + 1) == 0
+        tl.store(output_ptr + TOKEN, top_id.to(tl.int64))
 
     if has_drawn:
         if rule >= REJECTION:
@@ -245,7 +252,7 @@ def decide_kernel(
     tl.store(used_rules_ptr + request, rule)
     tl.store(scales_ptr + request, scale.to(tl.float32))
     tl.store(limits_ptr + request, num_drafts.to(tl.int32))
-    tl.store(output_ptr + ACCEPTED, accepted)
+    tl.store(output_ptr + LAST_ROW, accepted)
     failed = tl.load(bad_ptr + first_row + accepted) != 0
     tl.store(output_ptr + FAILED, failed.to(tl.int64))
 
@@ -257,7 +264,7 @@ def decide_kernel(
 def race_kernel(
     logits_ptr, logits_stride, processed_ptr, processed_rows_ptr, bounds_ptr, cuts_ptr,
     temperatures_ptr, min_ps_ptr, order_ptr, requests_ptr, draft_indices_ptr, draft_tokens_ptr,
-    num_drafts_ptr, seeds_ptr, positions_ptr, samples_ptr,
+    depths_ptr, are_trees_ptr, num_drafts_ptr, seeds_ptr, positions_ptr, samples_ptr,
     probs_ptr, probs_strides_ptr, column_maps_ptr, num_columns_ptr,
     tops_ptr, sums_ptr, bad_ptr, used_rules_ptr, scales_ptr, limits_ptr, outputs_ptr,
     split_times_ptr, split_winners_ptr,  # [num_rows, num_splits]: by the target's probs
@@ -269,8 +276,9 @@ def race_kernel(
     """Each split's first token home in the race of exponential / weight, the lowest id on ties.
 
     Rows run in the order of `order`, first rows first. A deterministic row's program that sees the
-    draft token beaten lowers its request's limit, and rows above a limit are not begun: which of
-    them are is a matter of chance, and of none that is used.
+    draft token of a chain beaten lowers its request's limit, and rows above a limit are not begun:
+    which of them are is a matter of chance, and of none that is used. In a tree a row may have
+    several draft tokens, and what comes after it need not hang on it: all its rows run.
     """
     program = tl.program_id(0)
     row, split = tl.load(order_ptr + program // num_splits), program % num_splits
@@ -281,7 +289,7 @@ def race_kernel(
     if rule == DETERMINISTIC:
         is_used = is_used & (index <= tl.load(limits_ptr + request, volatile=True))
     else:
-        is_accepted = index == tl.load(outputs_ptr + request * NUM_OUTPUTS + ACCEPTED)
+        is_accepted = index == tl.load(outputs_ptr + request * NUM_OUTPUTS + LAST_ROW)
         is_used = is_used & (rule >= REJECTION) & is_accepted
     if is_used == 0:
         return
@@ -291,7 +299,7 @@ def race_kernel(
     if is_residual:
         use = RECOVER + index * 256
     seed = tl.load(seeds_ptr + request)
-    position = tl.load(positions_ptr + request) + index
+    position = tl.load(positions_ptr + request) + tl.load(depths_ptr + row)
     sample = tl.load(samples_ptr + request)
     temperature = tl.load(temperatures_ptr + row)
     min_p = tl.load(min_ps_ptr + row)
@@ -302,7 +310,7 @@ def race_kernel(
     # A draft token is known to be beaten by whoever comes home clearly before it: clearly, since
     # this time and those below need not be rounded alike.
     deadline = tl.full((), 0.0, tl.float32)
-    if (rule == DETERMINISTIC) & has_draft:
+    if (rule == DETERMINISTIC) & has_draft & (tl.load(are_trees_ptr + request) == 0):
         token_id = tl.load(draft_tokens_ptr + row)
         logit = load_logits(
             logits_ptr, logits_stride, processed_ptr, processed_row, row, token_id, vocab_size,
@@ -379,14 +387,16 @@ def _first_home(split_times_ptr, split_winners_ptr, row, num_splits, max_splits:
 
 @triton.jit
 def emit_kernel(
-    first_rows_ptr, num_drafts_ptr, draft_tokens_ptr, bad_ptr, used_rules_ptr,
+    first_rows_ptr, num_drafts_ptr, draft_tokens_ptr, parents_ptr, bad_ptr, used_rules_ptr,
     split_times_ptr, split_winners_ptr, split_residual_times_ptr, split_residual_winners_ptr,
     outputs_ptr,
     num_splits, max_splits: tl.constexpr, has_drawn: tl.constexpr,
 ):  # fmt: skip
     """The token of a request after its accepted draft tokens; of a deterministic draft, those too.
 
-    The rows of a deterministic draft are walked up to the first mismatch: those all have run.
+    A deterministic draft is walked from the root, along the draft tokens that equal their parent's
+    row's: those rows all have run. Parents come before children, so one pass finds the way, and of
+    equal siblings the first.
     """
     request = tl.program_id(0)
     rule = tl.load(used_rules_ptr + request)
@@ -395,26 +405,25 @@ def emit_kernel(
     output_ptr = outputs_ptr + request * NUM_OUTPUTS
     if rule == DETERMINISTIC:
         accepted = tl.full((), 0, tl.int64)
-        token_id = tl.full((), 0, tl.int32)
-        going = tl.full((), 1, tl.int32)
-        failed = tl.full((), 0, tl.int32)
-        for index in range(num_drafts + 1):
+        failed = tl.load(bad_ptr + first_row)
+        _, token_id = _first_home(
+            split_times_ptr, split_winners_ptr, first_row, num_splits, max_splits
+        )
+        for index in range(num_drafts):
             row = first_row + index
-            if going != 0:
-                failed = tl.load(bad_ptr + row)
+            follows = tl.load(parents_ptr + row) + 1 == accepted
+            if (failed == 0) & follows & (tl.load(draft_tokens_ptr + row) == token_id):
+                accepted = tl.full((), 1, tl.int64) + index
+                failed = tl.load(bad_ptr + row + 1)
                 _, token_id = _first_home(
-                    split_times_ptr, split_winners_ptr, row, num_splits, max_splits
+                    split_times_ptr, split_winners_ptr, row + 1, num_splits, max_splits
                 )
-                going = tl.where(failed == 0, going, 0)
-                if index < num_drafts:
-                    going = tl.where(token_id == tl.load(draft_tokens_ptr + row), going, 0)
-                    accepted += going
-        tl.store(output_ptr + ACCEPTED, accepted)
+        tl.store(output_ptr + LAST_ROW, accepted)
         tl.store(output_ptr + TOKEN, token_id.to(tl.int64))
         tl.store(output_ptr + FAILED, failed.to(tl.int64))
     if has_drawn:  # noqa: SIM102 (known when compiling, and the next is not)
         if rule >= REJECTION:
-            accepted = tl.load(output_ptr + ACCEPTED)
+            accepted = tl.load(output_ptr + LAST_ROW)
             row = first_row + accepted
             _, token_id = _first_home(
                 split_times_ptr, split_winners_ptr, row, num_splits, max_splits

@@ -37,6 +37,12 @@ class EagleConfig(ProposerConfig):
         description="EAGLE-3: take the residual streams entering these layers of the target; "
         "None: those that config.json names.",
     )
+    tree: bool = Field(
+        default=True,
+        description="Draft trees: several candidates at each place, num_speculative_tokens in all. "
+        "Otherwise chains of that many.",
+    )
+    max_depth: int = Field(default=5, ge=1, description="Most tokens from a tree's root to a leaf.")
 
 
 class EagleTraining(TrainingConfig):
@@ -99,6 +105,7 @@ def _needs(config: EagleConfig, target_config: Any) -> Needs:
         embeddings=True,
         lm_head=True,
         sampled=config.sample,
+        tree=config.tree,
         max_context=layout.max_context(text_config),
     )
 

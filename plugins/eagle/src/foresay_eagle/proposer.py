@@ -1,4 +1,4 @@
-"""The eagle proposer: loads a head for a target and drafts with it. Keeps no state of requests."""
+"""The eagle proposer: loads a head for a target and drafts with it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 
 from foresay.core.proposer import Draft, DraftInput, TargetView
 from foresay.core.worker.drafting import draft
+from foresay.core.worker.tree_drafting import TreeDrafter
 from foresay_eagle import EagleConfig
 from foresay_eagle.heads import Eagle3Head, EagleHead, build_head
 from foresay_eagle.layout import read_layout
@@ -16,14 +17,16 @@ logger = logging.getLogger("foresay")
 
 
 class EagleProposer:
-    """Drafts a chain of tokens with an EAGLE, EAGLE-2 or EAGLE-3 head.
+    """Drafts trees or chains of tokens with an EAGLE, EAGLE-2 or EAGLE-3 head.
 
-    All it remembers of a request are the keys and values of its one layer, in the core's blocks.
+    What it remembers of a request are the keys and values of its one layer, in the core's blocks;
+    and its last tree, to learn from what came of it.
     """
 
     def __init__(self, config: EagleConfig) -> None:
         self._config = config
         self._head: EagleHead | Eagle3Head | None = None
+        self._trees = TreeDrafter(config.max_depth, sample=config.sample) if config.tree else None
 
     def load(self, target: TargetView) -> None:
         """Read the head and fit it to the target."""
@@ -42,11 +45,22 @@ class EagleProposer:
         head = self._head
         assert head is not None, "load() comes first"
         is_eagle3 = isinstance(head, Eagle3Head)
+        hidden = batch.aux_hidden_states if is_eagle3 else batch.hidden_states
+        assert hidden is not None, "it is asked for"
+        if self._trees is not None:
+            return self._trees.draft(
+                batch, head, hidden=hidden, draft_to_target=head.draft_to_target
+            )
         return draft(
             batch,
             head,
-            hidden=batch.aux_hidden_states if is_eagle3 else batch.hidden_states,
+            hidden=hidden,
             shifted=True,
             sample=self._config.sample,
             draft_to_target=head.draft_to_target,
         )
+
+    def release(self, req_id: str) -> None:
+        """Forget a request."""
+        if self._trees is not None:
+            self._trees.release(req_id)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from foresay import hookimpl
+from foresay.core.errors import ConfigError
 from foresay.core.proposer import KVLayer, Needs, Proposer, ProposerConfig, ProposerSpec
 from foresay.core.training import TrainingConfig, TrainingSpec
 
@@ -33,6 +34,28 @@ class MTPConfig(ProposerConfig):
         description="At temperatures above 0: draw draft tokens from the modules' distributions, "
         "instead of taking the likeliest. More of them are accepted.",
     )
+    tree: bool = Field(
+        default=True,
+        description="Draft trees: several candidates at each place, num_speculative_tokens in all. "
+        "Otherwise chains of that many, which several modules draft always.",
+    )
+    max_depth: int = Field(default=5, ge=1, description="Most tokens from a tree's root to a leaf.")
+
+    def drafts_trees(self, num_modules: int) -> bool:
+        """Whether trees are drafted. Raises `ConfigError` if they are asked for and cannot be.
+
+        Several modules draft chains. A row of module i takes the token i + 1 behind it, so that at
+        the end of a text each branch of a tree would need i rows of its own there, and so for the
+        positions of its committed tokens; a chain has one branch.
+        """
+        if num_modules == 1:
+            return self.tree
+        if self.tree and "tree" in self.model_fields_set:
+            raise ConfigError(
+                f"tree=True: trees are drafted with a single MTP module, and there are "
+                f"{num_modules}; leave it out, for chains"
+            )
+        return False
 
 
 class MTPTraining(TrainingConfig):
@@ -85,6 +108,7 @@ def _needs(config: MTPConfig, target_config: Any) -> Needs:
         embeddings=True,
         lm_head=True,
         sampled=config.sample,
+        tree=config.drafts_trees(layout.num_modules),
         max_context=shape.max_context,
     )
 

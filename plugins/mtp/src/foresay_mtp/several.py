@@ -9,6 +9,8 @@ such a row takes is kept for that: one vector for each module and request, since
 are computed again by the module before.
 
 Past the last module it is applied again to its own output, as a single module is.
+
+Chains only: in a tree each branch would need rows of its own at these i positions of each module.
 """
 
 from __future__ import annotations
