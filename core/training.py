@@ -8,7 +8,7 @@ saves itself in the form that the proposer loads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -76,6 +76,19 @@ class TrainableDrafter(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write config.json and the weights into an existing folder, as the proposer loads them."""
+        ...
+
+
+@runtime_checkable
+class MeasuredDrafter(Protocol):
+    """A `TrainableDrafter` that keeps figures with its weights, for drafting to use."""
+
+    def save_measured(self, folder: Path, held_out: Iterable[TrainingBatch]) -> None:
+        """Measure trained weights on the texts held out; add a file to what `save` wrote.
+
+        Called once, after `save`. The batches are on the parameters' device; all of them may be too
+        many to keep.
+        """
         ...
 
 

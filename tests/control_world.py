@@ -27,9 +27,22 @@ class Drafter:
 
     name: str
     k: int
-    right: Callable[[str, int], float]  # request, place in the draft -> probability
+    # Request, place in the draft -> probability that it is right: given that those before are, of
+    # a chain; of a tree, that the node of this rank lies on the accepted path.
+    right: Callable[[str, int], float]
     seconds: Callable[[int, int], float] = lambda requests, tokens: 0.0
     has_draft: float = 1.0
+    is_tree: bool = False
+
+    def accepted(self, req_id: str, length: int, chance: random.Random) -> list[int]:
+        """Return the places of accepted drafts."""
+        places = []
+        for place in range(length):
+            if chance.random() < self.right(req_id, place):
+                places.append(place)
+            elif not self.is_tree:
+                break
+        return places
 
 
 @dataclass
@@ -51,6 +64,11 @@ class World:
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self._drafts: dict[str, tuple[Drafter, int]] = {}
+
+    def control(self, table: dict[int, int] | None = None) -> DraftControl:
+        """Return a control for these drafters."""
+        trees = [drafter.name for drafter in self.drafters if drafter.is_tree]
+        return DraftControl(self.members, table, trees)
 
     @property
     def members(self) -> list[tuple[str, int]]:
@@ -82,25 +100,19 @@ class World:
         limits = {req_id: max(plan) for req_id, plan in plans.items() if max(plan)}
         num_rows = {r.req_id: 1 for r in requests}
         self._drafts = {r: draft for r, draft in self._drafts.items() if r in num_rows}
-        accepted = {}
+        accepted: dict[str, list[int]] = {}
         for req_id, (drafter, length) in self._drafts.items():
             num_rows[req_id] += length
-            accepted[req_id] = 0
-            while accepted[req_id] < length:
-                if self.random.random() >= drafter.right(req_id, accepted[req_id]):
-                    break
-                accepted[req_id] += 1
+            accepted[req_id] = drafter.accepted(req_id, length, self.random)
         took = self._noisy(self.step_seconds(sum(num_rows.values())))
         self.num_steps += 1
         self.num_plain_steps += not self._drafts
         if control is not None:
             for request in requests:
                 _, length = self._drafts.get(request.req_id, (None, 0))
-                control.add_verified(
-                    request.req_id, length, range(accepted.get(request.req_id, 0))
-                )
+                control.add_verified(request.req_id, length, accepted.get(request.req_id, []))
         for request in requests:
-            self._commit(request, 1 + accepted.get(request.req_id, 0), took)
+            self._commit(request, 1 + len(accepted.get(request.req_id, [])), took)
             if request.status.is_finished:
                 plans.pop(request.req_id, None)
                 if control is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -182,6 +183,21 @@ def in_triton(
     return result
 
 
+def through_paged_attention(step: Step, are_right: bool, options: Any) -> torch.Tensor:
+    """What `paged_attention` returns where the CPU is taken for a device with Triton kernels."""
+    layout: Any = import_module("foresay.core.worker.attention_layout")
+    attention: Any = import_module("foresay.core.worker.attention")
+    checking: Any = import_module("foresay.core.worker.triton_check")
+    plain = layout.triton_backend, checking.are_right
+    layout.triton_backend = attention.triton_backend = lambda device: checking
+    checking.are_right = lambda kind: are_right
+    try:
+        return in_torch(step, **options)
+    finally:
+        layout.triton_backend = attention.triton_backend = plain[0]
+        checking.are_right = plain[1]
+
+
 def _mend_dot() -> None:
     """Let the interpreter multiply bfloat16, which it keeps as integers and multiplies as such."""
     interpreter: Any = import_module("triton.runtime.interpreter")
@@ -197,3 +213,61 @@ def _mend_dot() -> None:
         return self.plain_dot(a, b, *rest)
 
     builder.create_dot = create_dot
+
+
+def check_kernels(
+    has_options: tuple[bool, bool, bool], fault: str | None
+) -> tuple[bool, list[str]]:
+    """Check the kernels, asked twice, and return whether they are used, and the warnings.
+
+    has_options: window, softcap, sinks; fault: how `attend` is spoilt.
+    """
+    checking: Any = import_module("foresay.core.worker.triton_check")
+    checking.are_right.cache_clear()
+    plain, warnings = checking.attend, []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+
+    def spoilt(*arguments: Any, num_programs: int, **options: Any) -> torch.Tensor:
+        if fault == "raises":
+            raise RuntimeError("no memory")
+        out: torch.Tensor = plain(*arguments, num_programs=num_programs, **options)
+        if num_programs > 1:
+            out[-1, -1, -1] += 1
+        return out
+
+    checking.attend = plain if fault is None else spoilt
+    checking.logger.addHandler(handler)
+    try:
+        kind = checking.LayerKind(
+            torch.device("cpu"), torch.float32, 4, LayerKV(2, 16, 16), *has_options
+        )
+        used, again = checking.are_right(kind), checking.are_right(kind)
+        return used and again, warnings
+    finally:
+        checking.attend = plain
+        checking.logger.removeHandler(handler)
+
+
+def compile_kernels() -> int:
+    """Compile the kernels for an H100, which needs no GPU; return how many."""
+    module: Any = import_module("foresay.core.worker.kernels.attention")
+    compiler: Any = import_module("triton.compiler")
+    backends: Any = import_module("triton.backends.compiler")
+    flags = ("has_window", "has_softcap", "has_sinks")
+    sizes = {"num_heads": 8, "fold": 4, "head_dim": 24, "value_dim": 16, "block_m": 16}
+    sizes |= {"block_n": 16, "block_d": 32, "block_v": 16, "split_len": 64}
+    floats = ("sinks_ptr", "part_sums_ptr", "part_values_ptr")
+    kernels = (module.attention_kernel, module.merge_kernel)
+    for kernel in kernels:
+        constants = {"precision": "tf32x3", **sizes, **dict.fromkeys(flags, True)}
+        types = dict.fromkeys(("query_ptr", "cache_ptr", "out_ptr"), "*bf16")
+        types |= dict.fromkeys(floats, "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
+        types |= dict.fromkeys(constants, "constexpr")
+        names = kernel.arg_names
+        signature = {n: types.get(n, "*i32" if n.endswith("_ptr") else "i32") for n in names}
+        used = {(i,): constants[n] for i, n in enumerate(names) if n in constants}
+        source = compiler.ASTSource(fn=kernel, signature=signature, constexprs=used)
+        target = backends.GPUTarget("cuda", 90, 32)
+        compiler.compile(source, target=target, options={"enable_fp_fusion": True})
+    return len(kernels)

@@ -221,6 +221,22 @@ def test_zeroed_blocks_are_zero_in_every_layer_and_others_are_kept() -> None:
         assert layer.key[4:].eq(1).all()
 
 
+def test_slots_that_move_are_all_read_before_any_is_written() -> None:
+    kinds = ([LayerKV(2, 4, 4), LayerKV(1, 4, 2)], [LayerKV(1, 4, 4)])
+    cache = KVCache(kinds[0], 4, 2, torch.float32, CPU, kinds[1])
+    layers = (*cache.layers, *cache.proposer_layers)
+    for layer in layers:
+        layer.slots.normal_()
+    before = [layer.slots.clone() for layer in layers]
+    cache.move([], [])
+    cache.move(np.array([3, 5, 6]), [2, 3, 5])
+    for old, layer in zip(before, cache.layers, strict=False):
+        assert torch.equal(layer.slots[[2, 3, 5]], old[[3, 5, 6]])
+        kept = [0, 1, 4, 6, 7, 8, 9, 10, 11]
+        assert torch.equal(layer.slots[kept], old[kept])
+    assert torch.equal(cache.proposer_layers[0].slots, before[-1])  # the proposers' stay
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_key_length_that_is_summed_otherwise_is_not_taken(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from foresay.core.messages import SamplingData
+from foresay.core.messages import DraftPlan, SamplingData
 from foresay.core.proposer import Draft, DraftInput, DraftRequest, Needs
 from foresay.core.worker.chain import Drafted, Member, ProposerChain
 from foresay.core.worker.proposing import GuardedProposer
@@ -188,3 +189,46 @@ def test_what_was_drawn_is_the_draft_whatever_follows(proposer: Any, fault: str)
     assert found["x"].token_ids == [4]
     assert found["x"].probs is not None
     assert proposers.take_faults() == {fault: 1}
+
+
+def test_beside_a_member_whose_trees_see_the_noise_drawn_drafts_are_coupled() -> None:
+    seeing = Needs(sampled=True, tree=True)
+    proposers = chain(Fake({}), Drawing({}), needs={0: seeing, 1: Needs(sampled=True)})
+    assert propose(proposers, requests("x"))["x"] == Drafted([4], "b", None)
+    blind = chain(Fake({}), Drawing({}), needs={0: Needs(tree=True), 1: Needs(sampled=True)})
+    assert propose(blind, requests("x"))["x"].probs is not None
+
+
+class Branching(Fake):
+    def propose(self, batch: DraftInput) -> Draft:
+        super().propose(batch)
+        return Draft([[1, 2, 3] for _ in batch.requests], [[-1, -1, 1] for _ in batch.requests])
+
+
+def test_a_tree_comes_with_its_parents_and_counts_nodes() -> None:
+    first, second = Fake({}), Branching({})
+    proposers = chain(first, second, needs={1: Needs(tree=True)})
+    assert proposers.tree_members == ("b",)
+    (asked,) = requests("x")
+    asked = replace(asked, max_depth=2)
+    plans = {"x": DraftPlan((3, 3, 3), min_confidence=0.4)}
+    found = proposers.propose([asked], {"x": SAMPLING}, plans=plans)
+    assert found == {}  # it did not say that it branches
+    assert proposers.take_faults() == {"raised": 1}
+    # Of a chain so many tokens are of use as a path may have; of a tree more.
+    assert [request.k for request in (first.asked[0][0], second.asked[0][0])] == [2, 3]
+    # A chain that is sampled must not end for what it may draw; a tree may.
+    assert [r.min_confidence for r in (first.asked[0][0], second.asked[0][0])] == [0.0, 0.4]
+
+
+def test_who_branches_may_say_so() -> None:
+    member = Member(
+        GuardedProposer(
+            Branching({}), name="b", owner="tests", vocab_size=VOCAB_SIZE, strict=True,
+            may_branch=True,
+        ),
+        Needs(tree=True),
+        5,
+    )  # fmt: skip
+    found = propose(ProposerChain([member], VOCAB_SIZE), requests("x"))
+    assert found == {"x": Drafted([1, 2, 3], "b", None, [-1, -1, 1])}

@@ -198,6 +198,43 @@ def test_the_numbers_of_draft_tokens_that_are_tried(most: int, tried: list[int])
     assert lengths(most) == tried
 
 
+# -- trees ---------------------------------------------------------------------------------------
+
+
+def tree(there: float = 1.0, row: float = 0.3) -> Economy:
+    """Nodes of which the best is right in every third step, the others less and less."""
+    rates = Rates([there] * 16, [there / (3 + rank) for rank in range(16)], is_tree=True)
+    return Economy([("t", rates)], costs({"t": lambda n: 0.1 * n}, 16, row, 1), 1)
+
+
+def test_of_a_tree_nodes_count_each_for_itself() -> None:
+    found = tree()
+    step = found.expect(4)
+    assert step.tokens == pytest.approx(1 + 1 / 3 + 1 / 4 + 1 / 5 + 1 / 6)
+    assert step.rows == 5
+    assert found.found([4]) == pytest.approx((step.tokens - 1) / 4)
+    # Each node costs 0.4 of 10 seconds.
+    assert found.break_even([4]) == pytest.approx(0.04)
+    assert found.first([4]) == pytest.approx((1.0, 1 / 3))
+    assert tree(0.5).first([4]) == pytest.approx((0.5, 1 / 3))
+    assert tree(0.5).best_if(always=True) == pytest.approx(found.speedup(found.best()))
+
+
+def test_the_best_tree_is_smaller_where_rows_are_dear() -> None:
+    sizes = [tree(row=row).best().k for row in (0.0, 0.6, 1.5)]
+    assert sizes[0] == 16
+    assert sizes[0] > sizes[1] > sizes[2]
+
+
+def test_of_trees_nodes_are_told() -> None:
+    verdict = judge(findings(tree(), 1.6))
+    assert "33% of the best nodes are accepted" in verdict.text
+    assert f"drafting up to {tree().best().k} nodes" in verdict.text
+    rates = Rates([1.0] * 4, [0.02] * 4, is_tree=True)
+    poor = Economy([("t", rates)], costs({"t": lambda n: 0.1 * n}, 4, 0.3, 1), 1)
+    assert "2% of nodes are accepted, and 4% would be needed" in judge(findings(poor, 0.9)).text
+
+
 # -- what the control keeps for it ---------------------------------------------------------------
 
 
@@ -209,7 +246,7 @@ def drafted(control: DraftControl, accepted: Sequence[bool], seconds: Sequence[f
         drafts = DraftTokenIds({"r": [1]}, {}, seconds={"p": 0.0})
         step = SchedulerOutput(number, {"r": 2}, {}, {"r": 2}, {"r": 1})
         control.add_engine_step(step, drafts, [0.0, 0.0, took, took])
-        control.add_verified("r", 1, int(holds))
+        control.add_verified("r", 1, [0] if holds else [])
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from control_world import Drafter, World, greedy_request
 
 from foresay.core.scheduling.draft_control import DraftControl
+from foresay.core.scheduling.request import Request
 from foresay.core.scheduling.step_cost import Curve, StepCost
 
 
@@ -23,6 +27,11 @@ def cpu(rows: int) -> float:
 def head(requests: int, tokens: int) -> float:
     """A drafter that runs once for each token."""
     return tokens * (0.5 + 0.02 * requests)
+
+
+def cheap(rows: int) -> float:
+    """A step on a GPU."""
+    return 10 + 0.02 * rows
 
 
 def fixed_rates(make: Callable[[], World], num_requests: int, k: int) -> list[float]:
@@ -45,6 +54,7 @@ WORLDS = {
     "seldom, and good": (cpu, Drafter("p", 8, flat(0.9), has_draft=0.1)),
     "seldom, and poor": (cpu, Drafter("p", 8, flat(0.05), has_draft=0.3)),
 }
+LEAST_OF_SEVERAL = {"seldom, and good": 0.77}
 
 
 @pytest.mark.parametrize("num_requests", [1, 8, 32])
@@ -59,15 +69,19 @@ def test_it_comes_close_to_the_best_fixed_length(name: str, num_requests: int) -
     requests = [greedy_request(str(i)) for i in range(num_requests)]
     rate = world.run(DraftControl(world.members), requests, 2000 // num_requests + 400)
     rates = fixed_rates(make, num_requests, drafter.k)
-    # Several together draft only where that promises a good deal more.
-    assert rate >= max(rates) * (0.88 if num_requests == 1 else 0.75)
-    assert rate >= 0.96 * rates[0]
+    # Of several, the one whose drafts seem to be worst decides: of few drafts little is known.
+    least = 0.93 if num_requests == 1 else LEAST_OF_SEVERAL.get(name, 0.9)
+    assert rate >= least * max(rates)
+    assert rate >= 0.975 * rates[0]
 
 
-def test_a_poor_drafter_costs_little_over_a_few_prompts() -> None:
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_a_poor_drafter_costs_little_over_a_few_prompts(is_tree: bool) -> None:
     drafter = Drafter("p", 5, flat(0.0), head)
+    if is_tree:
+        drafter = tree_drafter(right=flat(0.0))
     world, plain = World(cpu, [drafter], noise=0.1), World(cpu, [drafter], noise=0.1)
-    control = DraftControl(world.members)
+    control = world.control()
     for prompt in range(24):
         world.run(control, [greedy_request(str(prompt))], 64)
         control.forget(str(prompt))
@@ -94,12 +108,97 @@ def test_each_request_of_a_batch_has_a_length_of_its_own() -> None:
     world = World(
         lambda rows: 5 + 0.3 * rows, [Drafter("p", 4, lambda r, j: 0.95 if r < "2" else 0.1)]
     )
-    control, requests = DraftControl(world.members), [greedy_request(str(i)) for i in range(4)]
-    world.run(control, requests, 400)
-    control.decide(requests)
-    plans = [r.draft_plan.num_draft_tokens[0] for r in requests if r.draft_plan is not None]
-    assert plans[:2] == [4, 4]
-    assert plans[2:] == [0, 0]
+    control, requests = world.control(), [greedy_request(str(i)) for i in range(4)]
+    for _ in range(400):  # others wait: every token counts
+        world.step(control, requests, num_waiting=1)
+    assert kept(control, requests, num_waiting=1) == [(4,), (4,), (0,), (0,)]
+    # Nobody waits, and the others end last: it does not pay to make their steps dearer.
+    assert kept(control, requests, num_waiting=0) != [(4,), (4,), (0,), (0,)]
+
+
+def kept(
+    control: DraftControl, requests: Sequence[Request], num_waiting: int
+) -> list[tuple[int, ...]]:
+    """Return what is done but for trials."""
+    control._num_kept = 0
+    control.decide(requests, num_waiting)
+    return [control._kept[request.req_id].num_draft_tokens for request in requests]
+
+
+def measured(rows: int) -> float:
+    """Milliseconds of a step of a small model on two cores."""
+    points = [(1, 37.0), (2, 37.7), (4, 41.1), (8, 47.0), (16, 54.4), (32, 75.5), (3200, 5211.0)]
+    place = bisect_left(points, (rows, 0.0))
+    (low, a), (high, b) = points[max(place - 1, 0)], points[place]
+    return b if low == high else a + (b - a) * (rows - low) / (high - low)
+
+
+def differing(request: str, place: int) -> float:
+    return 0.9 if hash_of(request) % 2 else 0.1
+
+
+def hash_of(request: str) -> int:
+    return random.Random(request).randrange(1 << 30)
+
+
+# Of acceptance and stops: what time until the last one has ended must be, over that of plain
+# decoding at most; and until one has on average. Requests of a batch, eight batches one by one.
+BATCHES = {
+    "bad, 8": (8, measured, flat(0.05), None, 1.02, 1.02),
+    "bad, 32": (32, measured, flat(0.05), None, 1.02, 1.02),
+    "good, 8": (8, measured, flat(0.8), None, 0.72, 0.66),
+    "good, 32": (32, cheap, flat(0.8), None, 0.88, 0.8),
+    "middling, 8": (8, measured, flat(0.45), None, 0.93, 0.88),
+    "differing, 8": (8, measured, differing, None, 1.03, 0.98),
+    "differing, 32": (32, measured, differing, None, 1.03, 1.02),
+    "differing, that stop, 8": (8, measured, differing, 40, 0.98, 0.96),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_in_which_nobody_waits_ends_no_later(name: str) -> None:
+    size, step_seconds, right, stop_after, at_last, on_average = BATCHES[name]
+
+    def run(table: dict[int, int] | None) -> tuple[float, float]:
+        drafter = Drafter("p", 5, right, lambda n, tokens: tokens * (1 + 0.05 * n))
+        world = World(step_seconds, [drafter], noise=0.1)
+        control, chance, ended = world.control(table), random.Random(1), 0.0
+        for batch in range(8):
+            requests = [greedy_request(f"{batch}/{i}", 64) for i in range(size)]
+            if stop_after:
+                for request in requests:
+                    world.ends[request.req_id] = 1 + int(chance.expovariate(1 / stop_after))
+            began = world.seconds
+            world.drain(control, requests)
+            ended += sum(world.completed[request.req_id] - began for request in requests)
+        return world.seconds, ended
+
+    (last, average), (plain_last, plain_average) = run(None), run({1: 0})
+    assert last <= at_last * plain_last
+    assert average <= on_average * plain_average
+
+
+def test_where_others_wait_tokens_per_second_count() -> None:
+    def run(table: dict[int, int] | None) -> float:
+        drafter = Drafter("p", 5, differing, lambda n, tokens: tokens * (1 + 0.05 * n))
+        world = World(measured, [drafter], noise=0.1)
+        world.drain(world.control(table), [greedy_request(str(i), 64) for i in range(120)], 8)
+        return world.seconds
+
+    assert run(None) < 0.92 * run({1: 0})
+
+
+def test_plans_are_kept_for_a_few_steps_and_plain_ones_for_more() -> None:
+    for right, most in ((0.9, 0.45), (0.0, 0.2)):
+        world = World(cheap, [Drafter("p", 5, flat(right), head)])
+        control, requests = world.control(), [greedy_request(str(i)) for i in range(16)]
+        world.run(control, requests, 50)
+        looks = 0
+        for _ in range(100):
+            before = control._kept
+            world.step(control, requests)
+            looks += control._kept is not before
+        assert looks < most * 100
 
 
 @pytest.mark.parametrize(("lookup", "wins"), [(0.9, "lookup"), (0.1, "head")])
@@ -131,10 +230,20 @@ def test_a_request_lowers_its_own_length() -> None:
     world = World(cpu, [Drafter("p", 5, flat(0.95), head)])
     control = DraftControl(world.members)
     requests = [greedy_request("a"), greedy_request("b", num_speculative_tokens=2)]
-    requests.append(greedy_request("c", num_speculative_tokens=0))
     world.run(control, requests, 300)
-    control.decide(requests)
-    assert [r.draft_plan and r.draft_plan.num_draft_tokens for r in requests] == [(5,), (2,), None]
+    assert kept(control, requests, num_waiting=1) == [(5,), (2,)]
+    requests.append(greedy_request("c", num_speculative_tokens=0))
+    control.decide(requests, 1)
+    assert requests[2].draft_plan is None
+
+
+def test_a_member_that_takes_no_longer_texts_is_not_asked_for_them() -> None:
+    world = World(cpu, [Drafter("p", 5, flat(0.95), head), Drafter("q", 5, flat(0.9), head)])
+    control = DraftControl(world.members, max_contexts={"p": 100})
+    request = greedy_request("r")
+    world.run(control, [request], 60)
+    assert request.num_tokens > 150
+    assert kept(control, [request], num_waiting=0) == [(0, 5)]
 
 
 def test_a_table_by_batch_size() -> None:
@@ -154,15 +263,15 @@ def test_a_control_forgets_requests_and_keeps_their_history() -> None:
     control = DraftControl(world.members)
     world.run(control, [greedy_request("a")], 100)
     control.forget("a")
-    assert not control._known
+    assert not len(control._records)
     newcomer = greedy_request("b")
     control.decide([newcomer])
     assert newcomer.draft_plan is not None
     assert newcomer.draft_plan.num_draft_tokens[0] <= 1  # a bit of hope, and no more
-    assert control._known.keys() == {"b"}
+    assert len(control._records) == 1
 
 
-def test_only_greedy_requests_stop_by_confidence() -> None:
+def test_drafts_end_where_a_token_is_not_worth_its_row() -> None:
     world = World(cpu, [Drafter("p", 5, flat(0.9), head)])
     control, requests = DraftControl(world.members), [greedy_request("r")]
     world.run(control, requests, 100)
@@ -205,3 +314,73 @@ def test_drafting_costs_are_those_of_the_nearest_batch() -> None:
     assert cost.drafting("p", 40, 3) == 9
     assert cost.knows_lengths("p", 2)
     assert not cost.knows_lengths("p", 30)
+
+
+def test_times_of_few_are_pooled_and_none_is_lost() -> None:
+    curve = Curve()
+    for _ in range(3):
+        curve.add(4, 10.0)
+    # Seldom seen, and each number of rows once: still known to take longer.
+    for x, seconds in ((9, 20.0), (11, 22.0), (12, 24.0)):
+        curve.add(x, seconds)
+    assert curve.points() == [(4, 10.0), (32 / 3, 22.0)]
+    assert curve.most == 12
+
+
+# -- trees ---------------------------------------------------------------------------------------
+
+
+def tree_drafter(**changes: Any) -> Drafter:
+    """A member whose nodes are worth less and less; it runs once for each depth."""
+
+    def seconds(requests: int, nodes: int) -> float:
+        return min(nodes, 1 + nodes.bit_length()) * (1 + 0.05 * requests)
+
+    given = {"right": lambda request, rank: 0.34 / (1 + rank), "seconds": seconds, **changes}
+    return Drafter("t", 32, is_tree=True, **given)
+
+
+@pytest.mark.parametrize("step_seconds", [measured, cheap], ids=["measured", "cheap"])
+def test_a_tree_shrinks_to_a_chain_and_to_nothing_as_the_batch_grows(
+    step_seconds: Callable[[int], float],
+) -> None:
+    nodes = []
+    for size in (1, 4, 32):
+        rates = {}
+        for k in (0, 4, 12, 32, None):
+            world = World(step_seconds, [tree_drafter()], noise=0.1)
+            control = world.control(None if k is None else {1: k})
+            requests = [greedy_request(str(i)) for i in range(size)]
+            rates[k] = world.run(control, requests, 300)
+        best = max(rates[k] for k in (0, 4, 12, 32))
+        assert rates[None] >= 0.9 * best
+        assert rates[None] >= 0.975 * rates[0]
+        plans = kept(control, requests, num_waiting=0)
+        nodes.append(sum(k for (k,) in plans) / size)
+    assert nodes[0] > nodes[1] > nodes[2]
+    assert nodes[0] >= 3
+    assert nodes[2] <= (0 if step_seconds is measured else 8)
+
+
+def test_a_chain_of_a_lookup_and_a_tree_asks_who_is_worth_it() -> None:
+    lookup = Drafter("lookup", 5, flat(0.9), has_draft=0.5)
+    world = World(measured, [lookup, tree_drafter()], noise=0.05)
+    control, requests = world.control(), [greedy_request("r")]
+    rate = world.run(control, requests, 1000)
+    ((first, second),) = kept(control, requests, num_waiting=0)
+    assert first == 5
+    assert second > 1
+    for drafter in (lookup, tree_drafter()):
+        alone = World(measured, [drafter], noise=0.05)
+        assert rate > alone.run(alone.control(), [greedy_request("r")], 1000)
+
+
+def test_a_node_must_be_as_likely_as_its_row_is_dear() -> None:
+    least = []
+    for row in (0.005, 0.08):
+        world = World(lambda rows, row=row: 10 * (1 + row * rows), [tree_drafter()])  # type: ignore[misc]
+        control, requests = world.control(), [greedy_request("r")]
+        world.run(control, requests, 200)
+        kept(control, requests, num_waiting=0)
+        least.append(control._kept["r"].min_confidence)
+    assert 0 < least[0] < least[1] < 0.5

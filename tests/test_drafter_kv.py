@@ -80,6 +80,80 @@ def test_positions_that_are_not_a_requests_are_an_error() -> None:
         store(kv, request("a", 8, k=1), range(7, 9), 1.0)
 
 
+def tree_rows(view: Any, *trees: tuple[int, int, list[int], int]) -> Any:
+    """Lay out (request, first position, parents, number of new nodes) of each tree."""
+    return view.tree_rows(*(list(column) for column in zip(*trees, strict=True)))
+
+
+def test_a_node_attends_to_the_text_the_nodes_above_it_and_itself() -> None:
+    """By powers of two, under equal weights: the sum of a row's values says what it saw."""
+    kv = private_kv(64)
+    asked = [request("a", 5, k=7), request("b", 4, k=7)]
+    for one in asked:
+        kv.hold(one.req_id, 16)
+    view = kv.view(asked)
+    seen = []
+
+    def attend(rows: Any, values: list[float]) -> list[float]:
+        zeros = torch.zeros(len(values), 1, 4)
+        given = torch.tensor(values).view(-1, 1, 1).expand(-1, 1, 4).contiguous()
+        found = rows.attend(0, zeros, zeros, given, scale=1.0)[:, 0, 0].tolist()
+        return list(found)
+
+    attend(view.rows([0, 1], [range(4), range(3)]), [1.0] + [0.0] * 6)
+    # Of "a" the nodes 0 (root's child), 1 (root's child), 2 (below 0); of "b" one node.
+    rows = tree_rows(view, (0, 4, [-1, -1, 0], 3), (1, 3, [-1], 1))
+    assert rows.positions.tolist() == [4, 4, 5, 3]
+    assert rows.last_rows.tolist() == [2, 3]
+    seen += attend(rows, [2.0, 4.0, 8.0, 16.0])
+    # Then two more, below 1 and below 2: those before are not computed again.
+    rows = tree_rows(view, (0, 4, [-1, -1, 0, 1, 2], 2))
+    assert rows.positions.tolist() == [5, 6]
+    assert rows.last_rows.tolist() == [1]
+    seen += attend(rows, [32.0, 64.0])
+    sums = [value * n for value, n in zip(seen, [5, 5, 6, 4, 6, 7], strict=True)]
+    assert sums == pytest.approx([1 + 2, 1 + 4, 1 + 2 + 8, 16, 1 + 4 + 32, 1 + 2 + 8 + 64])
+    # What nodes store is no feature: only the positions of `rows` were stored.
+    assert view.missing([range(4), range(3)]) is None
+    assert "did not store position 4 of request 'a'" in (view.missing([range(5), range(3)]) or "")
+    # The next features overwrite nodes, which no position ahead of them is read from.
+    assert attend(view.rows([0], [range(4, 5)]), [8.0]) == pytest.approx([9 / 5])
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ((0, 7, [-1] * 4, 4), None),  # the last one at position 10: 8 + 4 - 3 + 1 draft slot
+        ((0, 7, [-1] * 5, 1), r"5 nodes from position 7 for request 'a': .* in range\(7, 11\)"),
+        ((0, 6, [-1], 1), r"1 nodes from position 6 .* in range\(7, 11\)"),
+        ((0, 7, [-1, 1], 1), "node 1 of request 'a' has the parent 1"),
+        ((0, 7, [-2], 1), "node 0 of request 'a' has the parent -2"),
+        ((0, 7, [-1], 2), "2 rows of 1 nodes"),
+        ((0, 7, [-1], 0), "0 rows of 1 nodes"),
+        ((1, 7, [-1], 1), r"1 nodes from position 7 for request 'b': .* in range\(7, 7\)"),
+    ],
+)
+def test_what_is_no_tree_or_has_no_room_is_an_error(tree: Any, message: str | None) -> None:
+    kv = private_kv(64)
+    for name in "ab":
+        kv.hold(name, 16)
+    view = kv.view([request("a", 8, k=4), request("b", 8, k=0)])
+    if message is None:
+        assert len(tree_rows(view, tree).positions) == 4
+    else:
+        with pytest.raises(ValueError, match=message):
+            tree_rows(view, tree)
+
+
+def test_trees_need_one_of_everything() -> None:
+    kv = private_kv(64)
+    kv.hold("a", 16)
+    view = kv.view([request("a", 8, k=4)])
+    for arguments in (([], [], [], []), ([0], [7, 7], [[-1]], [1]), ([0], [7], [[-1]], [])):
+        with pytest.raises(ValueError, match="give one of each, and one request at least"):
+            view.tree_rows(*arguments)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "deepseek_v3", "gpt_oss"])
 def test_a_model_over_rows_is_the_model_itself(family: str) -> None:
     """Chunks of two texts, one after the other, against transformers on each whole text."""

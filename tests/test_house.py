@@ -77,7 +77,10 @@ KNOWN_TO_PLUGINS = [
     *(f"{CORE}.{name}" for name in ("proposer", "registry", "errors", "testing", "training")),
     *(f"{WORKER}.{name}" for name in ("drafting", "decoder", "attention", "target", "checkpoint")),
     *(f"{WORKER}.{name}" for name in ("drafter_kv", "chain_training", "distilling")),
-    *(f"{WORKER}.{name}" for name in ("layer_shape", "linear", "draft_tree", "tree_drafting")),
+    *(
+        f"{WORKER}.{name}"
+        for name in ("layer_shape", "linear", "draft_tree", "draft_trie", "tree_drafting")
+    ),
 ]
 # A plugin with commands of its own reads options, finds plugins and builds settings as ours do.
 KNOWN_TO_COMMANDS_OF = {

@@ -76,6 +76,7 @@ WRONG: dict[str, Wrong] = {
     "rows of the same text behind it": lambda ids, metadata: (
         metadata.positions < metadata.positions.max()
     ),
+    "a tree": lambda ids, metadata: any(g.hidden is not None for g in metadata.groups),
     "a sum over the batch": lambda ids, metadata: ids.sum() % 3 == 0,
 }
 

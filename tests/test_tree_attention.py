@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,8 +17,10 @@ from foresay.core.worker.attention import (
     TreeLayout,
     paged_attention,
 )
+from foresay.core.worker.attention_rules import LANE
 from foresay.core.worker.kv_cache import KVCache, LayerKV
 from foresay.core.worker.target import TargetModel, load_target
+from foresay.core.worker.tree_columns import tree_columns
 
 CPU = torch.device("cpu")
 SCALE = 0.3
@@ -202,7 +203,7 @@ TREES = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("first", [1, 7, 100, 249, 300, 505, 512, 770])
+@pytest.mark.parametrize("first", [1, 7, 230, 249, 505, 770])
 def test_a_row_of_a_tree_has_the_bits_of_plain_decoding(
     rules: Any, shape: Shape, dtype: torch.dtype, first: int
 ) -> None:
@@ -210,3 +211,216 @@ def test_a_row_of_a_tree_has_the_bits_of_plain_decoding(
     cache = Cache(shape, rules[shape, dtype], dtype)
     for parents in TREES.values():
         assert_rows_of_plain_decoding(cache, [Request(rng, shape, first, parents)], [1])
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 6}, {"sliding_window": 200}], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_trees_and_texts_in_one_pass_keep_their_bits(
+    rules: Any, options: dict[str, Any], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    shape = SHAPES[0]
+    requests = [
+        Request(rng, shape, int(rng.choice([3, 90, 248, 255, 256, 300, 507])), parents)
+        for parents in ([], *(random_tree(rng, int(n)) for n in rng.integers(1, 34, 4)), [-1, 0])
+    ]
+    chunks = [3, *map(int, rng.integers(1, 4, 4)), 2]
+    assert_rows_of_plain_decoding(
+        Cache(shape, rules[shape, torch.float32], torch.float32), requests, chunks, **options
+    )
+
+
+@pytest.mark.parametrize("lanes", [True, False], ids=["lanes", "paths"])
+@pytest.mark.parametrize("needed", [True, False], ids=["invariant", "any order"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sliding_window": 4},
+        {"softcap": 2.0, "sliding_window": 30},
+        {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    ],
+    ids=["plain", "window", "softcap", "sinks"],
+)
+def test_rows_of_trees_equal_a_plain_softmax(
+    options: dict[str, Any], needed: bool, lanes: bool
+) -> None:
+    rng = np.random.default_rng(1)
+    shape = (4, 2, 16, 8)
+    block = (256 if lanes else 0) if needed else None
+    cache = Cache(shape, AttentionRules(tree_block=block), torch.float32)
+    requests = [
+        Request(rng, shape, 250, random_tree(rng, 14)),
+        Request(rng, shape, 5, []),
+        Request(rng, shape, 30, TREES["two deep ways"]),
+    ]
+    parts = [(r, list(range(r.first + len(r.parents))), 2 + len(r.parents)) for r in requests]
+    for request, rows in zip(requests, cache.run(parts, tree=True, **options), strict=True):
+        for place, row in enumerate(rows, start=request.first - 2):
+            expected = reference(
+                request,
+                place,
+                options.get("sliding_window"),
+                options.get("softcap"),
+                options.get("sinks"),
+            )
+            assert (row.double() - expected).abs().max() < 2e-5, (request.first, place)
+
+
+def test_padding_rows_may_repeat_a_node() -> None:
+    rng = np.random.default_rng(2)
+    shape = SHAPES[0]
+    request = Request(rng, shape, 40, [-1, -1])
+    cache = Cache(shape, AttentionRules(tree_block=0), torch.float32)
+    (expected,) = cache.run([(request, [*range(42)], 3)], tree=True)
+    slots, scratch = np.arange(42), cache.kv.scratch_slot
+    cache.kv.layers[0].write(torch.arange(42), request.key, request.value)
+    rows = [39, 40, 41, 41, 41]
+    metadata = AttentionMetadata.build(
+        [request.positions[rows]], [slots], np.array([39, 40, 41, scratch, scratch]),
+        cache.kv.null_slot, cache.rules, CPU,
+        [TreeLayout(40, np.array([-1, -1]), np.array([-1, 0, 1, 1, 1]))],
+    )  # fmt: skip
+    numbers = (x[rows] for x in (request.query, request.key, request.value))
+    found = paged_attention(*numbers, cache.kv.layers[0], metadata, scale=SCALE)
+    assert torch.equal(found, expected[[0, 1, 2, 2, 2]])
+
+
+def columns_of(first: int, parents: Sequence[int], block: int | None) -> list[dict[int, int]]:
+    rules = AttentionRules(tree_block=block)
+    nodes = np.arange(-1, len(parents))
+    return [
+        dict(zip(m.nodes.tolist(), m.columns.tolist(), strict=True))
+        for m in tree_columns(first, np.array(parents), nodes, rules)
+    ]
+
+
+@pytest.mark.parametrize("block", [0, 32, 256, 512])
+def test_columns_follow_the_rules_that_kernels_set(block: int) -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(60):
+        first, parents = int(rng.integers(1, 600)), random_tree(rng, int(rng.integers(1, 40)))
+        depths = draft_tree.depths(parents)
+        computed: list[int] = []
+        members = tree_columns(
+            first, np.array(parents), np.arange(-1, len(parents)), AttentionRules(tree_block=block)
+        )
+        for number, member in enumerate(members):
+            columns = dict(zip(member.nodes.tolist(), member.columns.tolist(), strict=True))
+            assert len(set(columns.values())) == len(columns)
+            assert member.num_columns == max(columns.values()) + 1
+            assert member.computed[-1] == (number == 0)
+            mine = np.flatnonzero(member.computed[:-1]).tolist()
+            assert mine
+            computed += mine
+            for node, column in columns.items():
+                position = first - 1 + depths[node]
+                above = columns[parents[node]] if parents[node] >= 0 else first - 1
+                assert column > above
+                if block:
+                    assert column % LANE == position % LANE
+                    assert column // block == position // block
+                else:
+                    assert column == position
+        assert sorted(computed) == list(range(len(parents)))
+
+
+def test_as_many_lanes_as_a_depth_has_nodes_and_members_only_where_there_is_no_room() -> None:
+    parents = by_widths(4, 4, 4, 2, 2)
+    (columns,) = columns_of(100, parents, 256)
+    assert max(columns.values()) < 100 + 4 * LANE
+    assert len(columns_of(100, parents, 0)) == len(set(range(16)) - set(parents))
+    # Two lanes fit before the border, so each member takes two of four ways.
+    assert len(columns_of(256 - LANE - 5, parents, 256)) == 2
+    # Below a border a chain is where it was; behind it there is room again.
+    assert columns_of(250, by_widths(*[1] * 10), 256) == [{i: 250 + i for i in range(10)}]
+    assert len(columns_of(256, parents, 256)) == 1
+    assert columns_of(100, [-1, -1, 0], None) == [{0: 100, 1: 101, 2: 102}]
+
+
+@pytest.mark.parametrize(
+    ("stride", "border", "expected"), [(16, 512, 512), (8, 128, 128), (4, 32, 32), (32, 512, 0)]
+)
+def test_lanes_are_taken_as_far_as_sums_allow(
+    stride: int, border: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels that add up the weights in `stride` parts, and values in blocks of `border`."""
+
+    def attend(
+        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attn_mask: torch.Tensor
+    ) -> torch.Tensor:
+        (q0, q1), (k0, k1) = query[..., None, :].unbind(-1), keys[:, :, None].unbind(-1)
+        scores = q0 * k0 + q1 * k1 + attn_mask
+        weights = (scores - scores.amax(dim=-1, keepdim=True)).exp().numpy()
+
+        def in_order(terms: np.ndarray, axis: int) -> np.ndarray:
+            # One after the other: those that are hidden add nothing.
+            return np.take(np.add.accumulate(terms, axis=axis), -1, axis=axis)
+
+        parts = in_order(weights.reshape(*weights.shape[:-1], -1, stride), -2)
+        terms = weights[..., None] * values[:, :, None].numpy()
+        blocks = np.split(terms, range(border, terms.shape[-2], border), axis=-2)
+        out = sum(in_order(block, -2) for block in blocks)
+        return torch.from_numpy(out / in_order(parts, -1)[..., None])
+
+    monkeypatch.setattr(attention_rules.F, "scaled_dot_product_attention", attend)
+    rules = AttentionRules(min_rows=2, key_lens=(64, 128, 192, 256, 384, 512))
+    assert attention_rules._tree_block(rules, torch.float32, 1, 2) == expected
+
+
+class Run:
+    """A target model over slots in no order: passes of texts and trees."""
+
+    def __init__(self, target: TargetModel) -> None:
+        self.target = target
+        self.cache = KVCache(target.kv_layout, 64, 16, target.dtype, CPU)
+        self.order = np.random.default_rng(4).permutation(64 * 16)
+
+    def __call__(
+        self, ids: torch.Tensor, start: int, tree: tuple[int, Sequence[int]] | None = None
+    ) -> torch.Tensor:
+        """Logits of the rows from `start` on; `tree`: its first position, and parents."""
+        places = np.arange(start, len(ids))
+        positions, trees = places, None
+        if tree is not None:
+            first, parents = tree
+            trees = [TreeLayout(first, np.array(parents), np.maximum(places - first, -1))]
+            depths = [first - 1 + depth for depth in draft_tree.depths(parents)]
+            positions = np.append(places[: first - start], depths)
+        slots = self.order[: len(ids)]
+        metadata = AttentionMetadata.build(
+            [positions], [slots], slots[start:], self.cache.null_slot,
+            self.target.attention_rules, CPU, trees,
+        )  # fmt: skip
+        with torch.inference_mode():
+            return self.target.forward(ids[start:], torch.arange(len(places)), self.cache, metadata)
+
+
+SMOLLM2 = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3,
+           "intermediate_size": 1536, "num_hidden_layers": 1, "initializer_range": .04}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("llama", {}), ("qwen2_sliding", {}), ("gpt2", {}), ("llama", SMOLLM2)],
+    ids=["llama", "sliding", "transformers' modules", "smollm2's shape"],
+)
+def test_logits_of_a_tree_are_those_of_plain_decoding(
+    family: str, changes: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Each path is decoded one row at a time, over the cache that the text left."""
+    model = tiny_models.BUILDERS[family](max_position_embeddings=640, **changes).to(dtype)
+    run = Run(load_target(model))
+    generator = torch.Generator().manual_seed(5)
+    parents = by_widths(3, 4, 2, 2)
+    for first in (40, 253, 511):
+        ids = torch.randint(3, 150, (first + len(parents),), generator=generator)
+        run(ids[:first], 0)
+        rows = run(ids, first - 1, (first, parents))
+        for leaf in set(range(len(parents))) - set(parents):
+            path = path_to(parents, leaf)
+            text = torch.cat([ids[:first], ids[[first + node for node in path]]])
+            for depth, node in enumerate([-1, *path]):
+                (plain,) = run(text[: first + depth], first - 1 + depth)
+                assert torch.equal(rows[1 + node], plain), (first, node)

@@ -13,6 +13,7 @@ import torch
 
 from foresay.core.messages import SamplingData
 from foresay.core.proposer import Draft, DraftInput, DraftRequest, KVLayer, KVRows
+from foresay.core.worker.calibration import Calibration
 from foresay.core.worker.draft_sampler import DrawRequest, StepSampler
 from foresay.core.worker.draft_tree import DraftTree, depths
 from foresay.core.worker.drafter_kv import PrivateKV, StepKV
@@ -162,10 +163,12 @@ HISTORIES = {"a": [4, 9, 1], "b": [8, 8, 8, 2, 20, 11], "c": [1, 2], "d": [6, 3,
 
 
 @pytest.mark.parametrize("sharpness", [0.3, 1.5, 6.0])
-def test_candidates_have_the_probabilities_of_their_paths(sharpness: float) -> None:
+def test_candidates_have_the_probabilities_of_their_paths(
+    sharpness: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over several steps, of requests with their own k and depth, accepted in part and not."""
+    monkeypatch.setattr(Calibration, "see", lambda *_: None)
     engine = Engine(Drafter(sharpness=sharpness))
-    engine.trees._calibration.see = lambda *_: None  # type: ignore[method-assign]
     histories = {name: list(ids) for name, ids in HISTORIES.items()}
     ks = itertools.cycle((16, 5, 0, 2, 32, 1, 7, 3))
     num_compared, shapes = 0, set()
@@ -327,10 +330,12 @@ def test_sampled_requests_beside_greedy_ones_get_the_samplers_children() -> None
 # -- what is learnt ------------------------------------------------------------------------------
 
 
-def test_it_learns_from_what_followed_whether_or_not_it_was_drafted() -> None:
+def test_it_learns_from_what_followed_whether_or_not_it_was_drafted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = Engine()
     seen: list[tuple[float, bool]] = []
-    engine.trees._calibration.see = lambda p, right: seen.append((p, right))  # type: ignore[method-assign]
+    monkeypatch.setattr(Calibration, "see", lambda _, p, right: seen.append((p, right)))
     history = HISTORIES["a"]
     engine.step(asks("a", history, 3))
     growth = engine.grown("a")
@@ -354,21 +359,27 @@ def test_it_learns_nothing_of_released_requests_or_before_tokens_followed() -> N
     engine.trees.release("a")
     engine.trees.release("never seen")
     engine.step(asks("a", [7, 7, 7, 7], 0), asks("b", HISTORIES["b"], 0))
-    assert set(engine.trees._last) == {"b"}
-    assert engine.trees._calibration._seen == [0] * 12
+    assert set(engine.trees._last) == set(engine.trees._calibrations) == {"b"}
+    assert engine.trees._calibrations["b"]._seen == [0] * 12
 
 
 def test_a_drafter_that_is_too_sure_of_itself_is_given_wider_trees() -> None:
     engine = Engine(Drafter(sharpness=4.0))
-    histories = [[i % 30, 3 * i % 29, 7, i // 3] for i in range(60)]
-    request = asks("a", [9, 9, 4], 8)
-    before = engine.step(request)
-    for i, ids in enumerate(histories):
-        engine.step(asks(f"r{i}", ids, 8))
-        tree = engine.grown(f"r{i}").tree
-        second = next((n for n in range(len(tree)) if tree.parents[n] < 0 and n), 0)
-        followed = path(tree, second)  # never its best guess
-        engine.step(asks(f"r{i}", [*ids, *followed], 0))
-    after = Engine(engine.drafter, engine.trees).step(replace(request, req_id="b"))
-    num_roots = [(found.parents or [])[0].count(-1) for found in (before, after)]  # type: ignore[union-attr]
-    assert num_roots[0] < num_roots[1]
+    request = asks("new", [9, 9, 4], 8)
+    [narrow] = engine.step(request).parents or [[]]
+    history = [1, 2, 3]
+    for _ in range(30):
+        if len(history) > 40:  # a new text goes on as the old one did
+            engine.handed.pop("a")
+            history = history[-3:]
+            engine.trees._last.clear()
+        engine.step(asks("a", history, 8))
+        tree = engine.grown("a").tree
+        second = next((n for n in range(1, len(tree)) if tree.parents[n] < 0), None)
+        history = [*history, 11 if second is None else tree.token_ids[second]]  # never its best
+    engine.handed.pop("a")
+    engine.trees._last.clear()
+    [wide] = engine.step(replace(request, req_id="a")).parents or [[]]
+    assert narrow is not None
+    assert wide is not None
+    assert narrow.count(-1) < wide.count(-1)

@@ -64,6 +64,7 @@ def bench(
     drafter: options.Drafter = None,
     k: options.NumDraftTokens = None,
     adaptive: options.Adaptive = True,
+    by_batch: options.DraftTokensByBatch = None,
     settings: options.Settings = None,
     tasks: Annotated[
         list[str] | None, typer.Option("--task", help="Only this task. Repeatable.")
@@ -125,6 +126,7 @@ def bench(
                     drafter=each_drafter[name],
                     k=None if name == PLAIN else k,
                     adaptive=adaptive,
+                    by_batch=by_batch,
                     settings=each_settings[name],
                     dtype=dtype,
                     device=device,

@@ -56,6 +56,7 @@ def chat(
     drafter: options.Drafter = None,
     k: options.NumDraftTokens = None,
     adaptive: options.Adaptive = True,
+    by_batch: options.DraftTokensByBatch = None,
     settings: options.Settings = None,
     system: Annotated[
         str | None, typer.Option(help="The system prompt. Default: the chat template's own.")
@@ -105,6 +106,7 @@ def chat(
             drafter=drafter if own else None,
             k=k if own or name != "none" else None,
             adaptive=adaptive,
+            by_batch=by_batch,
             settings=settings if own else None,
             max_num_seqs=1,
             dtype=dtype,

@@ -2,7 +2,8 @@
 
 Arithmetic on the control's cost model and acceptance rates, and on runs that were timed; it runs
 nothing and words nothing. A *step* here is one of a full batch in which every request may have the
-same number of draft tokens; tokens are those of one request, seconds those of all.
+same number of draft tokens; tokens are those of one request, seconds those of all. Of a tree draft
+tokens are nodes, the best ones first, and acceptance is the share of them that lies on the path.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class Economy:
         self.names = [name for name, _ in members]
         self.rates = [rates for _, rates in members]
         self.most = max(len(rates.there) for rates in self.rates)  # draft tokens
+        # What a draft is counted in.
+        self.noun = "node" if all(rates.is_tree for rates in self.rates) else "token"
         self._chooser = Chooser(self.names, cost)
         self.plain = self.expect(0)
 
@@ -100,7 +103,10 @@ class Economy:
         return min(needs)[2] if needs else None
 
     def first(self, ks: Sequence[int]) -> tuple[float, float]:
-        """Return what part of the steps has a draft, and how often its first token holds."""
+        """Return what part of the steps has a draft, and how often its first token holds.
+
+        Of a tree that is its best node.
+        """
         reached, holds = 1.0, 0.0
         for rates, k in zip(self.rates, ks, strict=True):
             if k:
@@ -176,14 +182,20 @@ def _menu(rates: Sequence[Rates]) -> Menu:
 
 def uniform(rates: Rates, rate: float) -> Rates:
     """Return rates at which each draft token that there is holds with the same probability."""
-    return Rates(rates.there, [there * rate for there in rates.there])
+    return Rates(rates.there, [there * rate for there in rates.there], rates.is_tree)
 
 
 def _always(rates: Rates) -> Rates:
-    """Return rates with a draft in every step, its first token as good as those that there are."""
+    """Return rates with a draft in every step, as good as those that there are."""
     if not rates.there or not rates.there[0]:
         return rates
-    first = min(1.0, rates.accepted[0] / rates.there[0])
+    share = rates.there[0]
+    if rates.is_tree:  # every rank's rates are those of all steps
+        there, accepted = (
+            [min(1.0, rate / share) for rate in own] for own in (rates.there, rates.accepted)
+        )
+        return Rates(there, accepted, is_tree=True)
+    first = min(1.0, rates.accepted[0] / share)
     return Rates([1.0, *rates.there[1:]], [first, *rates.accepted[1:]])
 
 

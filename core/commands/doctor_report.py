@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from foresay.core.commands.diagnosis import Expected, Speed, Timed, rate_ratio
-from foresay.core.commands.reasons import Findings, Verdict, counted, listed, percent
+from foresay.core.commands.reasons import Findings, Verdict, counted, drafts_of, listed, percent
 from foresay.core.commands.table import print_table
 from foresay.core.commands.verdict import in_words
 from foresay.core.errors import ConfigError
-from foresay.core.stats import RunStats, show
+from foresay.core.scheduling.acceptance import Rates
+from foresay.core.stats import DraftStats, RunStats, show
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,11 @@ class Report:
                 for name in economy.names
             },
             "acceptance": {
-                name: {"there": list(rates.there), "accepted": list(rates.accepted)}
+                name: {
+                    "there": list(rates.there),
+                    "accepted": list(rates.accepted),
+                    "is_tree": rates.is_tree,  # by rank then, else by place given the one before
+                }
                 for name, rates in zip(economy.names, economy.rates, strict=True)
             },
             "lengths": [self._length(economy.expect(k)) for k in self.ks],
@@ -129,7 +134,13 @@ def _print_tables(report: Report, run: Mapping[str, Any]) -> None:
     print()
     print("what a step costs")
     print_table(
-        ["draft tokens", "rows", "step (ms)", "over plain", *(f"{n} (ms)" for n in economy.names)],
+        [
+            drafts_of(economy),
+            "rows",
+            "step (ms)",
+            "over plain",
+            *(f"{n} (ms)" for n in economy.names),
+        ],
         [_cost_row(report, k) for k in report.ks],
     )
     print()
@@ -138,7 +149,7 @@ def _print_tables(report: Report, run: Mapping[str, Any]) -> None:
     print()
     print("what comes of it, after the first token")
     print_table(
-        ["draft tokens", "tokens a step", "expected", "measured", "acceptance", "break-even"],
+        [drafts_of(economy), "tokens a step", "expected", "measured", "acceptance", "break-even"],
         [_gain_row(report, k) for k in report.ks if k],
     )
     print()
@@ -182,10 +193,23 @@ def _print_acceptance(report: Report) -> None:
         accepted = [show(rate, ".0%") for rate in own.conditional_acceptance_per_position]
         rates = economy.rates[economy.names.index(name)]
         # Of calls that were allowed so many tokens: counts would be of those that were not, too.
-        there = [percent(prod(rates.there[: place + 1])) for place in range(len(accepted))]
+        there = [percent(part) for part in _reaching(rates, own)]
         rows.append([name, "calls that draft it", *there, *[""] * lacking])
         rows.append(["", "accepted if reached", *accepted, *[""] * lacking])
     print_table(["", "draft token", *map(str, range(1, most + 1))], rows)
+    for name, own in report.stats.by_proposer.items():
+        if economy.rates[economy.names.index(name)].is_tree:
+            nodes, depth = show(own.nodes_per_step, ".1f"), show(own.mean_draft_depth, ".1f")
+            print(f"{name} drafts trees: {nodes} nodes a step, {depth} deep; above, by depth")
+
+
+def _reaching(rates: Rates, own: DraftStats) -> list[float]:
+    """Return what part of the calls drafts a token at each place, of a tree at each depth."""
+    number = len(own.conditional_acceptance_per_position)
+    if rates.is_tree:
+        share = rates.there[0] / max(own.num_drafts_with[:1], default=1)
+        return [share * drafts for drafts in own.num_drafts_with[:number]]
+    return [prod(rates.there[: place + 1]) for place in range(number)]
 
 
 def _gain_row(report: Report, k: int) -> list[str]:
@@ -207,20 +231,22 @@ def _best(report: Report) -> str:
     economy = report.findings.economy
     best = economy.best()
     has, speedup = economy.found(best.ks), economy.speedup(best)
-    number = counted(best.k, "draft token")
+    noun = "draft token" if economy.noun == "token" else "node"
+    number = counted(best.k, noun)
     if not _is_even(best):
         each = [f"{name} {k}" for name, k in zip(economy.names, best.ks, strict=True)]
         number = f"{listed(each)} draft tokens"
     if has is None:
-        return "best: no draft tokens, as there is no draft"
-    line = f"best: {number} a step, {speedup:.2f}x expected; {has:.0%} of draft tokens are accepted"
+        return f"best: no {noun}s, as there is no draft"
+    accepted = f"{has:.0%} of {drafts_of(economy)} are accepted"
+    line = f"best: {number} a step, {speedup:.2f}x expected; {accepted}"
     paying = best if speedup >= 1 else economy.easiest()
     if paying is None:
         return f"{line}, and if all were it would not pay"
     needed = show(economy.break_even(paying.ks), ".0%")
     if paying.ks == best.ks:
         return f"{line}, it pays from {needed}"
-    return f"{line}, {counted(paying.k, 'token')} would pay from {needed}"
+    return f"{line}, {counted(paying.k, economy.noun)} would pay from {needed}"
 
 
 def _measured(report: Report) -> str:

@@ -47,6 +47,15 @@ Adaptive = Annotated[
         help="Draft as much as pays, down to nothing, by what is measured; or always up to k.",
     ),
 ]
+DraftTokensByBatch = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-tokens-by-batch",
+        metavar="N:K,...",
+        help="Draft tokens by the number of requests in a step, instead of what pays: 1:5,4:3,16:0 "
+        "is up to 5 for fewer than 4 requests, none from 16 on.",
+    ),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
@@ -126,6 +135,22 @@ def parse_drafters(drafters: Sequence[str] | None, proposer: str) -> str | dict[
     return by_name
 
 
+def parse_by_batch(text: str | None) -> dict[int, int] | None:
+    """Turn `1:5,4:3` into draft tokens by numbers of requests; what they may be, LLM checks."""
+    if text is None:
+        return None
+    try:
+        pairs = [(int(number), int(k)) for number, k in (p.split(":") for p in text.split(","))]
+    except ValueError:
+        raise ConfigError(
+            f"--draft-tokens-by-batch {text!r}: expected REQUESTS:TOKENS,..., e.g. 1:5,4:3,16:0"
+        ) from None
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise ConfigError(f"--draft-tokens-by-batch {text!r}: a number of requests is given twice")
+    return table
+
+
 def open_llm(
     model: str,
     *,
@@ -134,10 +159,12 @@ def open_llm(
     drafter: Sequence[str] | None = None,
     k: int | None = None,
     settings: Sequence[str] | None = None,
+    by_batch: str | None = None,
     **engine: Any,
 ) -> LLM:
     """Load a model as the options say. Imports torch; raises `ForesayError`."""
     parsed = parse_settings(settings, proposer)
+    table = parse_by_batch(by_batch)
     drafters = parse_drafters(drafter, proposer)
     from foresay.core.llm import LLM
 
@@ -148,5 +175,6 @@ def open_llm(
         drafter=drafters,
         num_speculative_tokens=k,
         proposer_settings=parsed,
+        draft_tokens_by_batch=table,
         **engine,
     )

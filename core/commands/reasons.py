@@ -119,16 +119,16 @@ def _why_it_helps(economy: Economy, best: Expected) -> str:
     share, holds = economy.first(best.ks)
     if economy.speedup(best) < HELPS:
         return (
-            f"foresay drafts only where that pays; up to {counted(best.k, 'token')} in every step "
-            f"would be {economy.speedup(best):.2f}x"
+            f"foresay drafts only where that pays; up to {counted(best.k, economy.noun)} in every "
+            f"step would be {economy.speedup(best):.2f}x"
         )
-    accepted = f"{percent(holds)} of the first draft tokens are accepted"
+    accepted = f"{percent(holds)} of the {_firsts(economy)} are accepted"
     if share < 0.95:
         accepted = f"{percent(share)} of the steps have a draft, {accepted}"
     each = " of each request" if economy.num_requests > 1 else ""
     row = f"a row more{each} costs {percent(economy.row_share(best))} of a step"
     drafting = percent(best.drafting_seconds / economy.plain.seconds)
-    return f"{accepted}, {row} and drafting up to {counted(best.k, 'token')} {drafting}"
+    return f"{accepted}, {row} and drafting up to {counted(best.k, economy.noun)} {drafting}"
 
 
 def _why_not(found: Findings, best: Expected, expected: float) -> tuple[Cause, str]:
@@ -157,7 +157,7 @@ def _why_not(found: Findings, best: Expected, expected: float) -> tuple[Cause, s
     if cause == "few_drafts":
         return cause, (
             f"only {percent(share)} of the steps have a draft; of those there are, "
-            f"{percent(holds)} of the first tokens are accepted"
+            f"{percent(holds)} of the {_firsts(economy).replace('draft ', '')} are accepted"
         )
     assert easiest is not None
     return cause, _acceptance(economy, easiest)
@@ -181,16 +181,18 @@ def _acceptance(economy: Economy, step: Expected) -> str:
     drafting, row = step.drafting_seconds / economy.plain.seconds, economy.row_share(step)
     prices = []
     if drafting >= _WORTH_TELLING:
-        prices.append(f"drafting ({percent(drafting)} of a step for {counted(step.k, 'token')})")
+        prices.append(
+            f"drafting ({percent(drafting)} of a step for {counted(step.k, economy.noun)})"
+        )
     if row >= _WORTH_TELLING:
         prices.append(f"rows (a row more{each}: {percent(row)})")
     price = listed(prices) or "drafting and rows"
     if has >= needed:
         hardly = f", hardly more than the {percent(needed)} that pay for {price}" if prices else ""
-        return f"{percent(has)} of draft tokens are accepted{hardly}"
+        return f"{percent(has)} of {drafts_of(economy)} are accepted{hardly}"
     return (
-        f"{percent(has)} of draft tokens are accepted, and {percent(needed)} would be needed to "
-        f"pay for {price}"
+        f"{percent(has)} of {drafts_of(economy)} are accepted, and {percent(needed)} would be "
+        f"needed to pay for {price}"
     )
 
 
@@ -200,8 +202,8 @@ def _drafting(economy: Economy, best: Expected, if_free: float) -> str:
     takes = f"{percent(share)} of a plain step" if share < 1 else f"{share:.1f} plain steps"
     free = f"; if it took no time, it would be {if_free:.2f}x" if if_free >= HELPS else ""
     return (
-        f"drafting takes too long: {counted(best.k, 'token')} {takes}, for {best.tokens - 1:.2f} "
-        f"tokens more a step{free}"
+        f"drafting takes too long: {counted(best.k, economy.noun)} {takes}, for "
+        f"{best.tokens - 1:.2f} tokens more a step{free}"
     )
 
 
@@ -279,6 +281,15 @@ def _is_clear(own: Speed) -> bool:
 
 def _is_slow(own: Speed) -> bool:
     return own.median < SLOWER
+
+
+def drafts_of(economy: Economy) -> str:
+    """Word what is drafted."""
+    return "draft tokens" if economy.noun == "token" else "nodes"
+
+
+def _firsts(economy: Economy) -> str:
+    return "first draft tokens" if economy.noun == "token" else "best nodes"
 
 
 def percent(part: float) -> str:

@@ -6,9 +6,9 @@ allowed k and has fewer, or none, counts at the places where it has nothing.
 **Of a chain** there are two rates for each place: that there *is* a token, given the one before;
 and that it is there *and accepted*, given that the one before was.
 
-**Of a tree**, whose nodes are listed from the best one down, there are two for each rank: that there
-is a node, and that there is one which lies on the accepted path. Both are unconditional: which node
-hangs on which differs from one tree to the next, its rank says what it is worth.
+**Of a tree**, whose nodes are listed from the best one down, there are two for each rank: that
+there is a node, and that there is one which lies on the accepted path. Both are unconditional:
+which node hangs on which differs from one tree to the next, its rank says what it is worth.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ _HISTORY_WEIGHT = 4.0  # how many drafts of its own a request must have to outwe
 _REQUEST_MEMORY = 0.93  # what a draft still counts after the next one
 _HISTORY_MEMORY = 0.98
 _MOST = 0.98  # a rate that is only hoped for
+_LEAST = 1e-6
+_LEAST_DRAFTS, _LEAST_REQUESTS = 4, 3.0  # for how much requests differ to be told
+_SPREAD_MEMORY = 0.97
+_SMALLEST_WEIGHT, _LARGEST_WEIGHT = 1.0, 8.0
 _HEAVY = 1e12  # of a draft's weight: then all counts are scaled down
 
 
@@ -53,9 +57,59 @@ class Acceptance(Protocol):
         """Take a draft: allowed `k` tokens, it had `num_drafted`; `accepted` places, ascending."""
         ...
 
-    def rates(self, prior: Rates | None = None) -> Rates:
-        """Return the rates; `prior`: those of the history. Without one, a first guess."""
+    def rates(self, prior: Rates | None = None, weight: float | None = None) -> Rates:
+        """Return the rates; `prior`: those of the history. Without one, a first guess.
+
+        `weight`: how many drafts outweigh the prior; None: as it was made.
+        """
         ...
+
+    @property
+    def num_drafts(self) -> int:
+        """How many were taken."""
+        ...
+
+    @property
+    def num_held(self) -> int:
+        """Of how many drafts anything was accepted."""
+        ...
+
+
+class Spread:
+    """How much requests differ: so much less does what others did say of a new one.
+
+    The share of a request's drafts of which anything is accepted is taken to be Beta-distributed
+    over requests; mean and variance are those of the requests that ended, less what chance alone
+    makes shares of few drafts vary.
+    """
+
+    def __init__(self) -> None:
+        self._weight = 0.0
+        self._mean = 0.0
+        self._square = 0.0
+        self._chance = 0.0
+
+    def add(self, acceptance: Acceptance) -> None:
+        """Take what is known of a request that ended."""
+        number = acceptance.num_drafts
+        if number < _LEAST_DRAFTS:
+            return
+        share = acceptance.num_held / number
+        self._weight = self._weight * _SPREAD_MEMORY + 1
+        part = 1 / self._weight
+        self._mean += part * (share - self._mean)
+        self._square += part * (share * share - self._square)
+        self._chance += part * (share * (1 - share) / (number - 1) - self._chance)
+
+    def weight(self) -> float:
+        """Return how many drafts of its own a request must have to outweigh the history."""
+        if self._weight < _LEAST_REQUESTS:
+            return _HISTORY_WEIGHT
+        variance = self._square - self._mean**2 - self._chance
+        most = self._mean * (1 - self._mean)
+        if variance * (_LARGEST_WEIGHT + 1) <= most:
+            return _LARGEST_WEIGHT
+        return max(most / variance - 1, _SMALLEST_WEIGHT)
 
 
 class _Fading:
@@ -66,12 +120,16 @@ class _Fading:
         self._growth = 1 / memory
         self._weight = weight
         self._one = 1.0  # what the last draft counts
+        self.num_drafts = 0
+        self.num_held = 0  # drafts of which anything was accepted
         self._may_be = [0.0] * k  # of a draft's places: a token could have been there
         self._is = [0.0] * k
         self._may_hold = [0.0] * k
         self._holds = [0.0] * k
 
-    def _next(self) -> float:
+    def _next(self, accepted: Sequence[int]) -> float:
+        self.num_drafts += 1
+        self.num_held += len(accepted) > 0
         self._one *= self._growth
         if self._one > _HEAVY:
             for counts in (self._may_be, self._is, self._may_hold, self._holds):
@@ -85,7 +143,7 @@ class ChainAcceptance(_Fading):
 
     def add(self, k: int, num_drafted: int, accepted: Sequence[int]) -> None:
         """See `Acceptance`; accepted are the first ones."""
-        one = self._next()
+        one = self._next(accepted)
         num_accepted = len(accepted)
         for place in range(min(k, num_drafted + 1)):
             self._may_be[place] += one
@@ -96,20 +154,23 @@ class ChainAcceptance(_Fading):
             if place < num_accepted:
                 self._holds[place] += one
 
-    def rates(self, prior: Rates | None = None) -> Rates:
+    def rates(self, prior: Rates | None = None, weight: float | None = None) -> Rates:
         """See `Acceptance`."""
         there: list[float] = []
         accepted: list[float] = []
-        weight = self._weight * self._one
-        is_there, holds = 1.0, _FIRST_GUESS
+        weight = (self._weight if weight is None else weight) * self._one
+        is_there, holds, worse = 1.0, _FIRST_GUESS, 1.0
         for place, count in enumerate(self._is):
             if prior is not None:
-                is_there, holds = prior.there[place], prior.accepted[place]
+                # Drafts that get far are those of others, where this request's seldom do.
+                is_there, holds = prior.there[place], prior.accepted[place] * worse
             # Without a prior, as the place before.
             is_there = (count + weight * is_there) / (self._may_be[place] + weight)
             holds = (self._holds[place] + weight * holds) / (self._may_hold[place] + weight)
             there.append(is_there)
             accepted.append(holds)
+            if prior is not None:
+                worse = min(1.0, holds / max(prior.accepted[place], _LEAST))
         return Rates(there, accepted)
 
 
@@ -118,7 +179,7 @@ class TreeAcceptance(_Fading):
 
     def add(self, k: int, num_drafted: int, accepted: Sequence[int]) -> None:
         """See `Acceptance`; accepted are the nodes of a path."""
-        one = self._next()
+        one = self._next(accepted)
         for rank in range(k):
             self._may_be[rank] += one
             if rank < num_drafted:
@@ -126,9 +187,9 @@ class TreeAcceptance(_Fading):
         for rank in accepted:
             self._holds[rank] += one
 
-    def rates(self, prior: Rates | None = None) -> Rates:
+    def rates(self, prior: Rates | None = None, weight: float | None = None) -> Rates:
         """See `Acceptance`."""
-        weight = self._weight * self._one
+        weight = (self._weight if weight is None else weight) * self._one
         if prior is None:
             guess = [_FIRST_NODE * _FALLING**rank for rank in range(len(self._is))]
             prior = Rates([1.0] * len(guess), guess, is_tree=True)

@@ -54,7 +54,7 @@ class Offer:
     def best(self, price: float) -> tuple[float, int]:
         """Return the gain in tokens of the best draft, and its k, a row being worth `price`."""
         tokens, rows = self.tokens, self.rows
-        best, best_gain = 0, -inf
+        best, best_gain = 0, 0.0 if not self.sizes else -inf
         for k in self.sizes:
             gain = tokens[k] - price * rows[k]
             if gain > best_gain:
@@ -237,22 +237,24 @@ class Chooser:
         calls = [self._call(number, share, most) for number in range(len(self._names))]
         prices = [rate * (row + another / share) for _, another in calls]
         fixed = [rate * first / share for first, _ in calls]
+        numbers = range(len(self._names))
         nothing = (0,) * len(self._names)
         chosen = []
         for menu in menus:
-            bests = [offer.best(price) for offer, price in zip(menu.offers, prices, strict=True)]
+            gains = []
+            for offer, price, first in zip(menu.offers, prices, fixed, strict=True):
+                gain, k = offer.best(price)
+                gains.append((gain - first, k, offer.empty))
             best, best_gain = nothing, 0.0
             for order in self._orders:
-                ks = list(nothing)
                 gain, reached = 0.0, 1.0
                 for number in order:
-                    value, k = bests[number]
-                    if k:
-                        ks[number] = k
-                        gain += reached * (value - fixed[number])
-                        reached *= menu.offers[number].empty
+                    own, _, empty = gains[number]
+                    gain += reached * own
+                    reached *= empty
                 if gain > best_gain:
-                    best, best_gain = tuple(ks), gain
+                    best_gain = gain
+                    best = tuple([gains[n][1] if n in order else 0 for n in numbers])
             chosen.append(menu.choice(best))
         return chosen
 

@@ -25,11 +25,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from foresay.core.messages import DraftPlan, DraftTokenIds, SchedulerOutput
-from foresay.core.scheduling.acceptance import Acceptance, Rates, of_all, of_proposer, of_request
+from foresay.core.scheduling.acceptance import Rates
 from foresay.core.scheduling.draft_choice import Choice, Chooser, Menu, Plan
+from foresay.core.scheduling.draft_records import Records
 from foresay.core.scheduling.draft_trials import Trials
-from foresay.core.scheduling.drain import Lengths, look_ahead, other_plans
-from foresay.core.scheduling.request import Request, RequestStatus
+from foresay.core.scheduling.drain import look_ahead, other_plans
+from foresay.core.scheduling.request import Request
 from foresay.core.scheduling.step_cost import StepCost
 
 _ENOUGH = 3  # plain steps that must be known
@@ -37,34 +38,16 @@ _LEARNING_PLAIN_EVERY = 4  # steps, until then
 _HOPE = 0.1  # by how much a request alone is taken to be better than others, until it was tried
 # The gain in tokens per second from which drafting begins, and down to which it goes on.
 _BEGIN_AT, _STAY_AT = 1.02, 1.0
+_BEGIN_TOGETHER_AT, _STAY_TOGETHER_AT = 1.05, 1.02
 # Where nobody waits, the times until all have ended, over those of plain decoding: of the last
 # one, and of the last and the average one multiplied.
-_BEGIN_LAST, _STAY_LAST = 0.995, 1.0
+_BEGIN_LAST, _STAY_LAST = 0.98, 0.99
 _BEGIN_BOTH, _STAY_BOTH = 0.95, 1.0
-_MOST_KEPT = 7  # steps of several requests that go on as planned, without another look
+# Steps of several requests that go on as planned, without another look: with drafts, and without.
+_MOST_KEPT, _MOST_PLAIN = 7, 15
 _NEW = 0.125  # of the requests: if more are new, there is another look
+_EVEN = 1.5  # lengths that differ less do not call for more drafts than most tokens a second do
 _NEAR = 0.75  # rows so few times those known are taken to cost as much
-
-
-@dataclass(slots=True)
-class _Member:
-    """A proposer of the chain."""
-
-    name: str
-    k: int
-    is_tree: bool
-    history: Acceptance
-
-
-@dataclass(slots=True)
-class _Known:
-    """What is known of a request."""
-
-    request: Request
-    acceptance: tuple[Acceptance, ...]  # by member
-    asked: tuple[int, ...] = ()  # k by member, of the draft that is to be verified
-    drafter: int = -1  # which member made it
-    num_drafted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +57,7 @@ class _Decision:
     choices: Sequence[Choice]
     confidence: float = 0.0  # below which a draft should end
     may_stay: bool = False  # whether it may be kept for some steps
+    trial: Sequence[Choice] | None = None  # in its place, for one step
 
 
 class DraftControl:
@@ -84,30 +68,30 @@ class DraftControl:
         members: Sequence[tuple[str, int]],
         table: Mapping[int, int] | None = None,
         trees: Collection[str] = (),
+        max_contexts: Mapping[str, int] | None = None,
     ) -> None:
         """`members`: the chain's names, each with its own most draft tokens.
 
         `table`: draft tokens by the number of requests in a step, instead of what pays; the entry
         of the largest number that is not above it counts, else the first one. Nothing is decided
         by what is learnt then: it is for whoever asks, and more is kept of it. `trees`: which
-        members draft trees; their draft tokens are nodes, the best ones first.
+        members draft trees; their draft tokens are nodes, the best ones first. `max_contexts`: from
+        how many tokens on a request is not drafted for, by the names of those with such a limit.
         """
-        self.cost = StepCost(is_measuring=table is not None)
-        history = of_proposer if table is None else of_all
+        is_measuring = table is not None
+        self.cost = StepCost(is_measuring=is_measuring)
         self._table = None if table is None else sorted(table.items())
-        self._members = [
-            _Member(name, k, name in trees, history(k, is_tree=name in trees))
-            for name, k in members
-        ]
-        self._numbers = {name: number for number, (name, _) in enumerate(members)}
+        self._records = Records(members, trees, max_contexts or {}, is_measuring=is_measuring)
+        self._members = self._records.members
         self._chooser = Chooser([name for name, _ in members], self.cost)
         self._trials = Trials(self._chooser, [(m.k, m.is_tree) for m in self._members])
-        self._lengths = Lengths()
-        self._known: dict[str, _Known] = {}
         self._is_drafting = True  # whether to draft was found to be better
         self._num_since_plain = 0  # steps that drafted since the last that did not
         self._step_seconds = 0.0  # of the last step
         self._kept: dict[str, DraftPlan] = {}  # what was decided last, by request
+        self._trial: dict[str, DraftPlan] | None = None  # what is done once in its place
+        self._plain = DraftPlan((0,) * len(members))
+        self._nothing = Menu.of([m.history.rates() for m in self._members], [0] * len(members))
         self._num_kept = 0  # steps to come that go on so
         self._kept_for = (0, False)  # how many requests ran then, and whether others waited
 
@@ -137,71 +121,26 @@ class DraftControl:
             plan = scheduled.draft_plans.get(req_id)
             wished = everyone if plan is None else plan.num_draft_tokens
             plans[req_id] = tuple(min(own, k) for own in wished)
-        self._add_drafts(plans, drafts, seconds if is_timed else {})
-
-    def _add_drafts(
-        self,
-        plans: Mapping[str, tuple[int, ...]],
-        drafts: DraftTokenIds | None,
-        seconds: Mapping[str, float],
-    ) -> None:
-        """Take what was drafted after a step. `plans`: k by member, of the requests drafted for."""
-        called = [0] * len(self._members)
-        longest = [0] * len(self._members)
-        for req_id, asked in plans.items():
-            known = self._known.get(req_id)
-            if known is None:
-                continue
-            num_drafted = 0 if drafts is None else len(drafts.draft_token_ids.get(req_id, ()))
-            known.asked, known.num_drafted, known.drafter = asked, num_drafted, -1
-            if drafts is not None and num_drafted:
-                name = drafts.proposers.get(req_id, self._members[0].name)
-                known.drafter = self._numbers[name]
-            for number, k in enumerate(asked):
-                if not k:
-                    continue
-                called[number] += 1
-                if number == known.drafter:
-                    longest[number] = max(longest[number], num_drafted)
-                    break
-                self._learn(known, number, k, 0, ())  # it had none
-            if known.drafter < 0:
-                known.asked = ()
-        for number, member in enumerate(self._members):
-            self._trials.add_called(number, called=called[number] > 0)
-            if called[number] and member.name in seconds:
+        calls = self._records.add_drafts(plans, drafts)
+        for number, (member, call) in enumerate(zip(self._members, calls, strict=True)):
+            self._trials.add_called(number, called=call.num_requests > 0)
+            if is_timed and call.num_requests and member.name in seconds:
                 took = seconds[member.name]
-                self.cost.add_drafting(member.name, called[number], longest[number], took)
+                self.cost.add_drafting(member.name, call.num_requests, call.longest, took)
 
     def add_verified(self, req_id: str, num_judged: int, accepted: Sequence[int]) -> None:
         """Take how a request's draft did; `num_judged` of its tokens were verified.
 
         `accepted`: which of them were accepted, by their place, ascending.
         """
-        known = self._known.get(req_id)
-        if known is None or not known.asked:
-            return
-        number = known.drafter
-        if num_judged:
-            # What the scheduler cut off was not allowed.
-            k = known.asked[number] if num_judged == known.num_drafted else num_judged
-            self._learn(known, number, k, num_judged, accepted)
+        number = self._records.add_verified(req_id, num_judged, accepted)
+        if number is not None:
             enough = min(num_judged, 2) if self._members[number].is_tree else num_judged
             self._trials.add_verified(number, went_well=len(accepted) >= enough)
-        known.asked = ()
 
     def forget(self, req_id: str) -> None:
         """Forget a request; what its drafts said of the proposers stays, and how long it got."""
-        known = self._known.pop(req_id, None)
-        if known is not None and known.request.num_output_tokens:
-            stopped = known.request.status is RequestStatus.FINISHED_STOPPED
-            self._lengths.add(known.request.num_output_tokens, stopped=stopped)
-
-    def _learn(
-        self, known: _Known, number: int, k: int, num_drafted: int, accepted: Sequence[int]
-    ) -> None:
-        for acceptance in (known.acceptance[number], self._members[number].history):
-            acceptance.add(k, num_drafted, accepted)
+        self._records.forget(req_id)
 
     # -- What it decides --------------------------------------------------------------------------
 
@@ -220,15 +159,16 @@ class DraftControl:
             self._trials.add_step(self._step_seconds)
         if not self._goes_on(drafting, len(requests), num_waiting):
             self._look(requests, drafting, num_waiting)
+        now, self._trial = self._trial or self._kept, None
         drafts = False
-        plain = DraftPlan((0,) * len(self._members))
         for request in drafting:
-            plan = self._kept.get(request.req_id)
+            plan = now.get(request.req_id)
             if plan is None:
-                self._know(request)
-                plan = plain
+                self._records.know(request)
+                plan = self._plain
+            elif plan is not self._plain:
+                drafts = True
             request.draft_plan = plan
-            drafts = drafts or any(plan.num_draft_tokens)
         self._num_since_plain = self._num_since_plain + 1 if drafts else 0
 
     def _goes_on(self, drafting: Sequence[Request], num_requests: int, num_waiting: int) -> bool:
@@ -250,20 +190,39 @@ class DraftControl:
         """Decide anew."""
         num_requests = len(requests)
         hope = _HOPE if num_requests == 1 else 0.0
-        histories = [member.history.rates().raised(hope) for member in self._members]
-        menus = [self._menu(request, histories) for request in drafting]
+        is_draining = num_requests > 1 and not num_waiting
+        menus = self._records.menus(drafting, hope, is_careful=is_draining)
         left = None
-        if num_requests > 1 and not num_waiting:
+        if is_draining:
             others = [request for request in requests if not request.may_draft]
-            left = [self._lengths.left(request) for request in (*drafting, *others)]
+            left = [self._records.lengths.left(request) for request in (*drafting, *others)]
         decision = self._decide(menus, num_requests, left)
-        # By a row's worth. Which requests may end their drafts so: see the chain of proposers.
-        self._kept = {
-            request.req_id: DraftPlan(choice.num_draft_tokens, decision.confidence)
-            for request, choice in zip(drafting, decision.choices, strict=True)
-        }
-        self._num_kept = min(num_requests - 1, _MOST_KEPT) if decision.may_stay else 0
+        # A node or token less likely than a row is worth is left out, where that is exact: see
+        # the chain of proposers.
+        self._kept = self._plans(drafting, decision.choices, decision.confidence)
+        if decision.trial is not None:
+            self._trial = self._plans(drafting, decision.trial, decision.confidence)
+        self._num_kept = 0
+        if decision.may_stay:
+            # What is done for requests of which little is known is looked at again soon.
+            asked = [
+                self._records.num_verified(request)
+                for request, choice in zip(drafting, decision.choices, strict=True)
+                if choice.rows
+            ]
+            most = min(_MOST_KEPT, *asked) if asked else _MOST_PLAIN
+            self._num_kept = min(num_requests - 1, most)
         self._kept_for = (num_requests, num_waiting > 0)
+
+    def _plans(
+        self, requests: Sequence[Request], choices: Sequence[Choice], confidence: float
+    ) -> dict[str, DraftPlan]:
+        return {
+            request.req_id: DraftPlan(choice.num_draft_tokens, confidence)
+            if any(choice.num_draft_tokens)
+            else self._plain
+            for request, choice in zip(requests, choices, strict=True)
+        }
 
     def expected(self, num_requests: int, k: int | None = None) -> Plan | None:
         """Return what drafting brings new requests at the best length, or at a given one.
@@ -283,7 +242,7 @@ class DraftControl:
 
     def rates(self, proposer: str) -> Rates:
         """Return how far a proposer's drafts get."""
-        return self._members[self._numbers[proposer]].history.rates()
+        return self._members[self._records.numbers[proposer]].history.rates()
 
     def _look_up(self, requests: Sequence[Request], num_requests: int) -> None:
         assert self._table is not None
@@ -293,25 +252,8 @@ class DraftControl:
                 k = entry
         plan = DraftPlan(tuple(min(k, member.k) for member in self._members))
         for request in requests:
-            self._know(request)
+            self._records.know(request)
             request.draft_plan = plan
-
-    def _know(self, request: Request) -> _Known:
-        known = self._known.get(request.req_id)
-        if known is None:
-            acceptance = [of_request(member.k, is_tree=member.is_tree) for member in self._members]
-            known = _Known(request, tuple(acceptance))
-            self._known[request.req_id] = known
-        return known
-
-    def _menu(self, request: Request, histories: Sequence[Rates]) -> Menu:
-        known = self._know(request)
-        most = request.num_speculative_tokens
-        rates = [
-            acceptance.rates(history)
-            for acceptance, history in zip(known.acceptance, histories, strict=True)
-        ]
-        return Menu.of(rates, [m.k if most is None else min(m.k, most) for m in self._members])
 
     def _decide(
         self, menus: Sequence[Menu], num_requests: int, left: Sequence[float] | None
@@ -320,12 +262,11 @@ class DraftControl:
 
         `left`: how many tokens each of all still gets; None: it does not matter.
         """
-        everything = [member.k for member in self._members]
-        nothing = [menu.choice([0] * len(everything)) for menu in menus]
+        nothing = [self._nothing.choice(self._plain.num_draft_tokens)] * len(menus)
         plain = self._chooser.plan(nothing, num_requests)
         if plain is None:  # at the very start
-            one = [menu.choice(everything) for menu in menus]
-            return _Decision(one if num_requests == 1 else nothing)
+            everything = [menu.choice([member.k for member in self._members]) for menu in menus]
+            return _Decision(everything if num_requests == 1 else nothing)
         learnt = self._knows_plain(num_requests)
         if not learnt and self._num_since_plain >= _LEARNING_PLAIN_EVERY - 1:
             return _Decision(nothing)
@@ -333,7 +274,10 @@ class DraftControl:
         if found is None:
             return _Decision(nothing)
         if left is None:
-            least = _STAY_AT if self._is_drafting else _BEGIN_AT
+            begin, stay = _BEGIN_AT, _STAY_AT
+            if num_requests > 1:
+                begin, stay = _BEGIN_TOGETHER_AT, _STAY_TOGETHER_AT
+            least = stay if self._is_drafting else begin
             self._is_drafting = found.rate >= least * plain.rate
             best, other = (found, plain) if self._is_drafting else (plain, found)
 
@@ -344,14 +288,13 @@ class DraftControl:
         trial = None
         if learnt:
             trial = self._trials.next(menus, best, other, lost, num_requests)
-        chosen = trial or best
-        if chosen is plain:
-            return _Decision(nothing, may_stay=trial is None and learnt)
-        choices = chosen.choices
-        if chosen is not trial:
-            choices = self._short(menus, choices, num_requests)
-        may_stay = learnt and trial is None and choices is chosen.choices
-        return _Decision(choices, self._chooser.confidence(chosen), may_stay)
+        choices = self._short(menus, best.choices, num_requests) if best.drafts else nothing
+        return _Decision(
+            choices,
+            self._chooser.confidence(found),
+            may_stay=learnt and (choices is best.choices or not best.drafts),
+            trial=None if trial is None else trial.choices,
+        )
 
     def _drain(
         self, menus: Sequence[Menu], plain: Plan, found: Plan, left: Sequence[float]
@@ -362,7 +305,10 @@ class DraftControl:
         at_last = (_STAY_LAST if self._is_drafting else _BEGIN_LAST) * until.last
         at_both = (_STAY_BOTH if self._is_drafting else _BEGIN_BOTH) * until.cost
         best, best_until, best_cost = plain, until, at_both
-        for choices in [found.choices, *other_plans(chooser, menus, left, found)]:
+        candidates = [found.choices]
+        if found.rate > plain.rate or max(left) > _EVEN * min(left):
+            candidates += other_plans(chooser, menus, left, found)
+        for choices in candidates:
             then = look_ahead(chooser, choices, left)
             if then.last <= at_last and then.cost < best_cost:
                 plan = found
@@ -372,12 +318,13 @@ class DraftControl:
                     plan = weighed
                 best, best_until, best_cost = plan, then, then.cost
         self._is_drafting = best.drafts
-        least = best_until.last
 
         def lost(trial: Plan) -> float:
-            if trial is plain or trial is found:
-                return trial.seconds * (1 - least / look_ahead(chooser, trial.choices, left).last)
-            return trial.seconds - best.seconds
+            # What matters is who ends last: as if that were who gains least.
+            if trial is plain:
+                return trial.seconds * (1 - best_until.last / until.last)
+            gains = min(choice.tokens for choice in trial.choices) if trial is found else 0.0
+            return trial.seconds - best.seconds * (1 + gains)
 
         return best, found if best is plain else plain, lost
 

@@ -18,10 +18,10 @@ from foresay.core.scheduling.request import Request
 _SAME_END = 0.02  # of all steps: ends so close together count as one
 _MEMORY = 0.98  # what an output still counts after the next one
 
-# Prices of a row, over that at which a second brings the most tokens: for whom drafts are worth more
-# or less than that.
-_PRICES = (0.3, 0.6, 1.6, 3.0)
-_LONGER = (1.0, 1.1, 1.25, 1.5)  # than the least number of steps in which the last one could end
+# Prices of a row, over that at which a second brings the most tokens: drafts may be worth more or
+# less than there.
+_PRICES = (0.5, 1.6, 3.0)
+_LONGER = (1.0, 1.15, 1.4)  # than the least number of steps in which the last one could end
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from statistics import median
 _WINDOW = 11  # times kept for each number of rows: what matters is how things are now
 _LONG_WINDOW = 1999  # where they are to be measured
 _FINE = 16  # numbers of rows are told apart up to this; above, those within about 6 % are pooled
-_FIRST_BENDS = 3  # samples of a number of rows before it counts, once any has that many
+_FIRST_BENDS = 3  # times of a number of rows before it counts by itself
 
 
 class Curve:
@@ -69,11 +69,26 @@ class Curve:
     def points(self) -> list[tuple[float, float]]:
         """Return the line's corners (x, seconds), both rising."""
         if self._points is None:
-            counted = [s for s in self._samples.values() if len(s.seconds) >= _FIRST_BENDS]
-            known = [self._point(s) for s in counted or self._samples.values()]
-            self._points = _rising(sorted(known))
+            self._points = _rising(self._known())
             self._xs = [x for x, _ in self._points]
         return self._points
+
+    def _known(self) -> list[tuple[float, float, int]]:
+        """Return x, seconds and the number of times known; few ones are pooled with the next."""
+        known: list[tuple[float, float, int]] = []
+        few = _Samples.of(self._is_measuring)
+        for x in sorted(self._samples):
+            samples = self._samples[x]
+            if few.seconds or len(samples.seconds) < _FIRST_BENDS:
+                few.xs.extend(samples.xs)
+                few.seconds.extend(samples.seconds)
+                if len(few.seconds) < _FIRST_BENDS:
+                    continue
+                samples, few = few, _Samples.of(self._is_measuring)
+            known.append(self._point(samples))
+        if few.seconds and len(known) < 2:  # rather one time than none
+            known.append(self._point(few))
+        return known
 
     def _point(self, samples: _Samples) -> tuple[float, float, int]:
         if samples.point is None:
@@ -130,6 +145,7 @@ class StepCost:
         self.verifying = Curve(is_measuring=is_measuring)  # by rows of the target's pass
         self._drafting: dict[tuple[str, int], Curve] = {}  # by tokens; of a proposer and a bucket
         self._sizes: dict[str, list[int]] = {}  # buckets of requests seen, by proposer
+        self._near: dict[tuple[str, int], Curve] = {}  # the one to go by, of a number of requests
         self.other = Curve(is_measuring=is_measuring)  # scheduling and committing, by requests
 
     def add_step(self, num_rows: int, num_requests: int, execute: float, other: float) -> None:
@@ -145,6 +161,7 @@ class StepCost:
         if key not in self._drafting:
             self._drafting[key] = Curve(is_measuring=self._is_measuring)
             self._sizes.setdefault(proposer, []).append(key[1])
+            self._near.clear()
         self._drafting[key].add(num_tokens, seconds)
 
     def step(self, num_rows: float, num_requests: int) -> float | None:
@@ -171,8 +188,10 @@ class StepCost:
         return [] if curve is None else curve.points()
 
     def _nearest(self, proposer: str, num_requests: int) -> Curve | None:
-        sizes = self._sizes.get(proposer)
-        if not sizes:
-            return None
-        wanted = _bucket(num_requests)
-        return self._drafting[proposer, min(sizes, key=lambda size: abs(size - wanted))]
+        key = (proposer, num_requests)
+        curve = self._near.get(key)
+        if curve is None and proposer in self._sizes:
+            wanted = _bucket(num_requests)
+            size = min(self._sizes[proposer], key=lambda size: abs(size - wanted))
+            curve = self._near[key] = self._drafting[proposer, size]
+        return curve

@@ -1,4 +1,7 @@
-"""Paged attention in torch, batched over requests: the reference, and the CPU's only backend.
+"""Paged attention, batched over requests: in torch the reference and the CPU's only backend.
+
+On a GPU with triton its kernels serve (`triton_attention`), where a trial shows that they agree
+with this (`triton_check`).
 
 A step's rows lie in a few groups, see `attention_layout`; each is one call of
 `scaled_dot_product_attention` on padded queries and gathered keys, whatever the number of requests.
@@ -12,6 +15,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from foresay.core.worker.attention_backend import triton_backend
 from foresay.core.worker.attention_layout import AttentionMetadata as AttentionMetadata
 from foresay.core.worker.attention_layout import Group
 from foresay.core.worker.attention_layout import TreeLayout as TreeLayout
@@ -39,6 +43,13 @@ def paged_attention(
     logit per head to the softmax's denominator. Returns [num_tokens, num_heads, value_dim].
     """
     cache.write(metadata.slot_mapping, key, value)
+    if metadata.triton is not None and (backend := triton_backend(query.device)):
+        done: torch.Tensor | None = backend.attend_if_right(
+            query, cache, metadata.triton, scale=scale, sliding_window=sliding_window,
+            softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+        if done is not None:
+            return done
     if len(metadata.groups) == 1:
         return _attend(query, cache, metadata.groups[0], metadata.rules, scale, sliding_window,
                        softcap, sinks)  # fmt: skip

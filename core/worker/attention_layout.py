@@ -7,14 +7,20 @@ per step. Knows positions, slots and parents; neither tensors of keys nor what a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from foresay.core.worker.attention_backend import triton_backend
 from foresay.core.worker.attention_rules import AttentionRules
 from foresay.core.worker.tree_columns import Columns, tree_columns
+
+if TYPE_CHECKING:
+    from foresay.core.worker.triton_attention import TritonMetadata
 
 # Groups: requests whose query lengths fall between the same two of these share a call.
 _QUERY_BUCKETS = (8, 32, 128, 512)
@@ -31,7 +37,8 @@ class TreeLayout:
     first: int
     parents: np.ndarray  # [num_nodes] the node above each, an earlier one; -1: position first - 1
     # [num_query_rows] the node that each query row is, -1: a position below `first`, which sees
-    # what a row of a text sees. A node sees all positions below `first`, the nodes above it, itself.
+    # what a row of a text sees. A node sees all positions below `first`, the nodes above it and
+    # itself.
     nodes: np.ndarray
 
 
@@ -44,6 +51,7 @@ class _Member:
     slots: np.ndarray  # [k] by column
     tree: Columns | None = None  # None: column c holds position c, and rows see what is not ahead
     nodes: np.ndarray | None = None  # [n] with a tree: the node that each row is, or -1
+    is_rest: bool = False  # rows of a tree that found no room in its first member: often very few
 
 
 @dataclass(slots=True)
@@ -90,8 +98,17 @@ class AttentionMetadata:
 
     positions: torch.Tensor
     slot_mapping: torch.Tensor
-    groups: list[Group]
     rules: AttentionRules
+    triton: TritonMetadata | None  # for the layers that the Triton kernels serve, if any can be
+    _lay_out: Callable[[], list[Group]]
+    _groups: list[Group] | None = None
+
+    @property
+    def groups(self) -> list[Group]:
+        """The calls of the torch path, laid out when they are first asked for."""
+        if self._groups is None:
+            self._groups = self._lay_out()
+        return self._groups
 
     @staticmethod
     def build(
@@ -111,31 +128,51 @@ class AttentionMetadata:
         slot_mapping: [num_tokens] where each row's key and value are written.
         trees: per request its tree, None: a text. None altogether: texts only.
         """
-        members: list[_Member] = []
-        start = 0
-        for index, (of_rows, of_keys) in enumerate(zip(positions, slots, strict=True)):
-            rows = np.arange(start, start + len(of_rows))
-            start += len(of_rows)
-            tree = None if trees is None else trees[index]
-            if tree is None:
-                members.append(_Member(rows, of_rows, of_keys))
-            else:
-                members += _tree_members(rows, of_rows, of_keys, null_slot, tree, rules)
-        buckets: dict[tuple[int, int], list[_Member]] = {}
-        for member in members:
-            query_len = len(member.rows)
-            query_bucket = next((b for b in _QUERY_BUCKETS if query_len <= b), query_len)
-            key_bucket = (rules.padded_key_len(len(member.slots)) - 1).bit_length()
-            buckets.setdefault((query_bucket, key_bucket), []).append(member)
-        return AttentionMetadata(
+        backend = triton_backend(device)
+        metadata = AttentionMetadata(
             positions=_tensor(np.concatenate(positions), device),
             slot_mapping=_tensor(slot_mapping, device),
-            groups=[
-                _group(group, null_slot, rules, device, whole=len(buckets) == 1)
-                for group in buckets.values()
-            ],
             rules=rules,
+            triton=backend and backend.TritonMetadata.build(positions, slots, trees, device),
+            _lay_out=partial(_groups, positions, slots, null_slot, rules, device, trees),
         )
+        if metadata.triton is None:
+            _ = metadata.groups  # what can't be laid out is told here
+        return metadata
+
+
+def _groups(
+    positions: Sequence[np.ndarray],
+    slots: Sequence[np.ndarray],
+    null_slot: int,
+    rules: AttentionRules,
+    device: torch.device,
+    trees: Sequence[TreeLayout | None] | None,
+) -> list[Group]:
+    """Lay out the calls of the torch path; arguments as those of `AttentionMetadata.build`."""
+    members: list[_Member] = []
+    start = 0
+    for index, (of_rows, of_keys) in enumerate(zip(positions, slots, strict=True)):
+        rows = np.arange(start, start + len(of_rows))
+        start += len(of_rows)
+        tree = None if trees is None else trees[index]
+        if tree is None:
+            members.append(_Member(rows, of_rows, of_keys))
+        else:
+            members += _tree_members(rows, of_rows, of_keys, null_slot, tree, rules)
+    buckets: dict[tuple[int, int], list[_Member]] = {}
+    fewest = rules.padded_query_len(1)
+    for member in members:
+        query_len = len(member.rows)
+        query_bucket = next((b for b in _QUERY_BUCKETS if query_len <= b), query_len)
+        if member.is_rest and query_len <= fewest:
+            query_bucket = fewest
+        key_bucket = (rules.padded_key_len(len(member.slots)) - 1).bit_length()
+        buckets.setdefault((query_bucket, key_bucket), []).append(member)
+    return [
+        _group(group, null_slot, rules, device, whole=len(buckets) == 1)
+        for group in buckets.values()
+    ]
 
 
 def _tree_members(
@@ -155,7 +192,10 @@ def _tree_members(
         by_column = np.full(columns.num_columns, null_slot, dtype=np.int64)
         by_column[: tree.first] = slots[: tree.first]
         by_column[columns.columns] = slots[tree.first + columns.nodes]
-        members.append(_Member(rows[mine], positions[mine], by_column, columns, tree.nodes[mine]))
+        nodes = tree.nodes[mine]
+        members.append(
+            _Member(rows[mine], positions[mine], by_column, columns, nodes, bool(members))
+        )
     return members
 
 

@@ -65,13 +65,20 @@ class AttentionRules:
         num_kv_heads: int,
         head_dim: int,
         row_invariant: bool,
+        capped: bool = False,
     ) -> AttentionRules:
-        """Return the rules for a device and a model's heads; on a CPU they are probed."""
+        """Return the rules for a device and a model's heads; on a CPU they are probed.
+
+        capped: with a soft cap or sinks. What attends then is no fused kernel, and splits its sums
+        by lengths: keys of trees stay where they are.
+        """
         compute = compute_dtype if compute_dtype != dtype else None
         if device.type != "cpu" or not row_invariant:
             return AttentionRules(compute_dtype=compute)
         key_lens = _safe_key_lens(compute_dtype, _MIN_ROWS, num_kv_heads, head_dim)
         rules = AttentionRules(_MIN_ROWS, num_heads // num_kv_heads, key_lens, compute, 0)
+        if capped:
+            return rules
         block = _tree_block(rules, compute_dtype, num_kv_heads, head_dim)
         return replace(rules, tree_block=block)
 
@@ -140,9 +147,7 @@ def _same_bits(
     return True
 
 
-def _cancelling(
-    values: torch.Tensor, num_keys: int, generator: torch.Generator
-) -> torch.Tensor:
+def _cancelling(values: torch.Tensor, num_keys: int, generator: torch.Generator) -> torch.Tensor:
     """Return `values` [1, K, Hkv, D] with the first `num_keys` made to add up to zero."""
     order = torch.randperm(num_keys, generator=generator)
     half = num_keys // 2
@@ -152,9 +157,7 @@ def _cancelling(
     return values
 
 
-def _tree_block(
-    rules: AttentionRules, dtype: torch.dtype, num_kv_heads: int, head_dim: int
-) -> int:
+def _tree_block(rules: AttentionRules, dtype: torch.dtype, num_kv_heads: int, head_dim: int) -> int:
     """Return the largest block of columns within which keys may change lanes; 0: there is none.
 
     Tried with paths before, behind and across every border that a kernel may have: they lie at

@@ -4,6 +4,10 @@ It knows proposers, what each needs and how far each goes; not the model. A sing
 chain of one. Who is asked for a request depends on what those before it in the chain drafted from
 the past, never on a token that was drawn: a chain is as exact as its members (see
 `rejection_sampler` on which drafts may be verified).
+
+A tree of the sampler's `children` has seen the target's own noise at positions to come, and how far
+it gets may tell of it. What is emitted there later must then come from that noise. So where a
+member makes such trees, all drafts that are drawn are `coupled`, whatever a request asks for.
 """
 
 from __future__ import annotations
@@ -110,6 +114,7 @@ class ProposerChain:
         self._vocab_size = vocab_size
         self._cache = cache
         self._seconds: dict[str, float] = {}  # of each member called, not yet taken
+        self._sees_noise = any(m.needs.tree and m.needs.sampled for m in self.members)
         num_layers = 0
         for member in self.members:
             if not member.takes_features:
@@ -315,6 +320,9 @@ class ProposerChain:
                     member.num_stored[request.req_id] = max(held, num_stored)
         return drafts
 
+    def _drawn_by(self, sampling: SamplingData) -> SamplingData:
+        return replace(sampling, verification="coupled") if self._sees_noise else sampling
+
     def _sampler(
         self,
         member: Member,
@@ -325,7 +333,7 @@ class ProposerChain:
             [
                 DrawRequest(
                     req_id=request.req_id,
-                    sampling=sampling[request.req_id],
+                    sampling=self._drawn_by(sampling[request.req_id]),
                     num_tokens=len(request.token_ids),
                     k=request.k,
                 )

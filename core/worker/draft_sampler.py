@@ -154,6 +154,8 @@ class StepSampler:
         """
         nodes = self._nodes(logits, depths, rows, width)
         columns = self._columns_of(logits.shape[1], draft_to_target)
+        for draft in nodes:
+            draft.is_tree = True
         token_ids = torch.zeros((len(rows), width), dtype=torch.int64)
         log_probs = torch.full((len(rows), width), -torch.inf)
         scores = columns.gather(logits)  # [len(rows), num_columns]
@@ -214,7 +216,7 @@ class StepSampler:
         if width < 1:
             raise ValueError(f"width is {width}; a node has at least 1 best child")
         for draft in drafts:
-            draft.grow()
+            draft.check_tree()
         return drafts
 
     def _drafts_of(self, logits: torch.Tensor, rows: Sequence[int]) -> list[_Draft]:
@@ -257,7 +259,7 @@ class _Draft:
         self.columns: _Columns | None = None  # set by the first draw
         self.token_ids: list[int] = []
         self.has_ended = False  # at a row that was not finite
-        self._is_tree = False  # made of `children`
+        self.is_tree = False  # made of `children`
         self._probs: list[torch.Tensor] = []  # [num_columns] float32 each
         self._context = Context(self.sampling, (), 0)
 
@@ -266,7 +268,7 @@ class _Draft:
         what = f"draft token {step} of request {self.request.req_id!r}"
         if step >= self.request.k:
             raise ValueError(f"{what} is beyond its k: at most {self.request.k} are wanted")
-        if self._is_tree:
+        if self.is_tree:
             raise ValueError(f"{what} cannot be drawn: its draft is made of children")
         if self.has_ended:  # whoever drafts for a batch need not know
             return
@@ -275,14 +277,13 @@ class _Draft:
         if step > len(self.token_ids):
             raise ValueError(f"{what} comes too early: the next to draw is {len(self.token_ids)}")
 
-    def grow(self) -> None:
+    def check_tree(self) -> None:
         """Raise unless the draft may be a tree, made of children."""
         what = f"request {self.request.req_id!r}"
         if self.request.k < 1:
             raise ValueError(f"{what} wants no draft: its k is 0")
         if self.columns is not None:
             raise ValueError(f"{what} has drawn its draft: it cannot be made of children as well")
-        self._is_tree = True
 
     def use(self, columns: _Columns) -> None:
         """Raise if an earlier token was drawn over other columns: one map serves a whole draft."""

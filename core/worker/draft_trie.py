@@ -80,7 +80,7 @@ def merge(
         if -least_likely < least:
             break
         numbers.append(number)
-        if depth < max_depth:
+        if depth < max_depth and len(numbers) < k:
             growth.expand(number)
     on_chain = []
     parent = -1
@@ -126,15 +126,14 @@ class _Growth:
     def expand(self, parent: int) -> None:
         """Add the children of a candidate."""
         self._expanded.add(parent)
-        tree, odds, last = self.tree, self._odds, len(self._odds) - 1
         live: Sequence[int] = range(len(self._continuations))
         offset = 0
         if parent >= 0:
-            live, offset = self.followers[parent], tree.depths[parent]
+            live, offset = self.followers[parent], self.tree.depths[parent]
+        odds, last = self._odds, len(self._odds) - 1
         path: list[int] | None = None  # the tokens on the way; most trees need it nowhere
-        total = 1.0
-        weights: dict[int, float] = {}
-        followers: dict[int, list[int]] = {}
+        total = 1.0  # what was never seen
+        said: dict[int, tuple[float, list[int]]] = {}  # by token: its odds, and who says it
         for i in live:
             text, start, match_length, weight, grows = self._continuations[i]
             at = start + offset
@@ -145,20 +144,21 @@ class _Growth:
                 token_id = path[at - len(text)]
             else:
                 continue
-            weight *= odds[min(match_length + offset, last)]
+            length = match_length + offset
+            weight *= odds[length if length < last else last]
             total += weight
-            if token_id in weights:
-                weights[token_id] += weight
-                followers[token_id].append(i)
+            known = said.get(token_id)
+            if known is None:
+                said[token_id] = weight, [i]
             else:
-                weights[token_id] = weight
-                followers[token_id] = [i]
-        for token_id, weight in weights.items():
+                known[1].append(i)
+                said[token_id] = known[0] + weight, known[1]
+        for token_id, (weight, followers) in said.items():
             if weight <= 0.0:
                 continue
-            number = tree.add(parent, token_id, math.log(weight / total))
-            self.followers.append(followers[token_id])
-            heappush(self.queue, (-tree.log_probs[number], offset + 1, number))
+            number = self.tree.add(parent, token_id, math.log(weight / total))
+            self.followers.append(followers)
+            heappush(self.queue, (-self.tree.log_probs[number], offset + 1, number))
 
     def _path(self, number: int) -> list[int]:
         """Return the tokens from the root to a candidate."""

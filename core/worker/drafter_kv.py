@@ -187,7 +187,7 @@ class StepKV:
             trees,
         )
         # No features are stored: their positions lie before the nodes.
-        return self._laid_out(metadata, num_new, lambda layer: None)
+        return self._laid_out(metadata, num_new, lambda _layer: None)
 
     def _laid_out(
         self, metadata: AttentionMetadata, lens: Sequence[int], stored: Callable[[int], None]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from foresay.core.worker.attention import AttentionMetadata
+from foresay.core.worker.attention import AttentionMetadata, TreeLayout
 from foresay.core.worker.kv_cache import KVCache
 from foresay.core.worker.target import TargetModel
 
@@ -26,7 +26,8 @@ _LONGEST = 144
 def rows_are_invariant(target: TargetModel, max_model_len: int) -> bool:
     """Return whether every compared row of logits was bit-equal in all shapes tried.
 
-    The rows lie on both sides of a key block's border, as far as `max_model_len` allows.
+    The rows lie on both sides of a key block's border, as far as `max_model_len` allows. The last
+    shape is a draft tree of which they are one path.
     """
     num_positions = min(max(_ENDS) + 2, max_model_len)
     trial = _Trial(target.shallow(), num_positions)
@@ -46,6 +47,11 @@ def rows_are_invariant(target: TargetModel, max_model_len: int) -> bool:
             rows = trial.logits(first, last, num_others)[start - first :]
             if not torch.equal(rows[:num_rows], expected):
                 return False
+        first = max(1, start)
+        if first < end:
+            rows = trial.tree_logits(first, end)
+            if not torch.equal(rows, expected[first - start :]):
+                return False
     return True
 
 
@@ -56,7 +62,7 @@ class _Trial:
         self._target = target
         num_blocks = -(-num_positions // _BLOCK_SIZE)
         self._cache = KVCache(
-            target.kv_layout, 2 * num_blocks, _BLOCK_SIZE, target.dtype, target.device
+            target.kv_layout, 2 * num_blocks + 1, _BLOCK_SIZE, target.dtype, target.device
         )
         self._num_positions = num_positions
         self._others = num_blocks * _BLOCK_SIZE  # their first slot
@@ -96,3 +102,30 @@ class _Trial:
         return self._target.forward(
             torch.cat(ids).to(self._target.device), rows, self._cache, metadata
         )
+
+    def tree_logits(self, first: int, end: int) -> torch.Tensor:
+        """Run a tree with rows first..end as one path; their logits, [end - first, vocab_size].
+
+        Each has two siblings, one before it and one behind, so that it lies in a lane of its own.
+        """
+        depth = end - first
+        parents = np.repeat(np.arange(-2, 3 * depth - 4, 3), 3)
+        parents[:3] = -1
+        text = np.arange(first, end)
+        tokens = self._tokens[np.repeat(text, 3)]
+        tokens[0::3] += 1
+        tokens[2::3] += 2
+        # The nodes' slots are another request's, whose rows nobody compares.
+        slots = np.append(np.arange(first), self._others + np.arange(3 * depth))
+        metadata = AttentionMetadata.build(
+            [np.append([first - 1], np.repeat(text, 3))],
+            [slots],
+            slots[first - 1 :],
+            self._cache.null_slot,
+            self._target.attention_rules,
+            self._target.device,
+            [TreeLayout(first, parents, np.arange(-1, 3 * depth))],
+        )
+        ids = torch.cat([self._tokens[first - 1 : first], tokens % self._target.vocab_size])
+        rows = torch.arange(2, 1 + 3 * depth, 3, device=self._target.device)
+        return self._target.forward(ids.to(self._target.device), rows, self._cache, metadata)

@@ -62,6 +62,7 @@ class Findings:
     num_heads: list[int]  # query heads, by layer
     windows: list[int | None]  # by layer; None: all earlier tokens are visible
     vocab_size: int
+    capped: bool  # whether a layer's attention has a soft cap or sinks
 
 
 class Probe:
@@ -101,6 +102,7 @@ class Probe:
             num_heads=[call.query.shape[1] for call in calls],
             windows=[self._window(call) for call in calls],
             vocab_size=logits.shape[-1],
+            capped=any(call.softcap is not None or call.sinks is not None for call in calls),
         )
 
     def check_pieces(

@@ -197,10 +197,10 @@ def _verify_in_torch(logits: torch.Tensor, requests: Sequence[VerifyRequest]) ->
         kind = drawn
         if is_greedy(request.sampling):
             kind = greedy
-        elif is_deterministic(request):
+        elif (draft_probs := drawn_from(request)) is None:
             kind = sampled
         elif not are_usable(
-            request.draft_probs, request.draft_token_ids, request.num_committed, logits.shape[1]
+            draft_probs, request.draft_token_ids, request.num_committed, logits.shape[1]
         ):
             kind = sampled
             result.faults["bad_draft_probs"] = 1
@@ -215,10 +215,10 @@ def _verify_in_torch(logits: torch.Tensor, requests: Sequence[VerifyRequest]) ->
     return results
 
 
-def is_deterministic(request: VerifyRequest) -> bool:
-    """Whether a request's rule is the deterministic one, if it is not greedy."""
-    has_probs = request.draft_probs is not None and bool(request.draft_token_ids)
-    return not has_probs or request.parents is not None
+def drawn_from(request: VerifyRequest) -> DraftProbs | None:
+    """Return what a sampled request's draft was drawn from; None: its rule is the deterministic."""
+    is_chain = request.parents is None and bool(request.draft_token_ids)
+    return request.draft_probs if is_chain else None
 
 
 class _Progress:

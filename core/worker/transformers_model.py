@@ -84,6 +84,7 @@ class TransformersDecoder:
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
                 row_invariant=row_invariant and len(heads) == 1,  # rules are for one shape
+                capped=findings.capped,
             )
             self._set_attention(PAGED, probe)
             self._check(probe)

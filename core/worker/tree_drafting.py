@@ -3,7 +3,8 @@
 As EAGLE-2 does it (Li et al., 2024, arXiv 2406.16858), with two differences. A pass of the drafter
 takes the most promising nodes that it has not gone on from yet, at whatever depth they lie, not
 those of the newest level alone; and how promising a node is, is what `calibration` has learnt of
-the drafter's probabilities, not these themselves.
+the drafter's probabilities, not these themselves. Both are exact: a tree is verified by the
+deterministic rule, under which any choice of drafts is (`rejection_sampler`).
 
 A request may have as many passes as its tree may be deep, and rows for one node less than it may
 have: as many positions as its KV has room for. Both are shared out evenly. A node that is not
@@ -40,6 +41,7 @@ class _Growth:
     depth: int  # no node lies deeper
     num_tokens: int  # committed
     least_log_prob: float
+    calibration: Calibration  # the request's
     tree: DraftTree = field(default_factory=DraftTree)
     drafter_log_probs: list[float] = field(
         default_factory=list
@@ -50,18 +52,11 @@ class _Growth:
     _open: list[int] = field(default_factory=list)  # candidates not gone on from
     _best: list[float] = field(default_factory=list)  # a heap: the k largest log probs
 
-    @classmethod
-    def of(cls, index: int, request: DraftRequest, max_depth: int) -> _Growth:
-        least = math.log(request.min_confidence) if request.min_confidence > 0 else -math.inf
-        depth = min(max_depth, request.max_depth, request.k)
-        return cls(index, request.k, depth, len(request.token_ids), least)
-
     def add(
         self,
         parent: int,
         token_ids: Sequence[int],
         log_probs: Sequence[float],
-        calibration: Calibration,
     ) -> None:
         """Add the children of a candidate, -1 being the root, that could be among the best k."""
         tree, best = self.tree, self._best
@@ -70,7 +65,7 @@ class _Growth:
         for token_id, log_prob in zip(token_ids, log_probs, strict=True):
             if not log_prob > -math.inf:  # the row has no more, or is not finite
                 break
-            likelihood = calibration.of(log_prob)
+            likelihood = self.calibration.of(log_prob)
             whole = above + likelihood
             if len(best) == self.k and whole <= best[0]:  # nor could those behind it
                 break
@@ -106,8 +101,8 @@ class _Growth:
             self._open.remove(number)
         return hopeful
 
-    def learn(self, followed: Sequence[int], calibration: Calibration) -> None:
-        """Tell how likely each candidate was whose way was right, now that is known what followed.
+    def learn(self, followed: Sequence[int]) -> None:
+        """Tell `calibration` of each candidate whose way was right, knowing what followed.
 
         Whether a candidate was verified does not matter, nor whether it was drafted at all.
         """
@@ -116,7 +111,7 @@ class _Growth:
             right = None
             for number in self.children.get(node, ()):
                 is_right = token_ids[number] == token_id
-                calibration.see(self.drafter_log_probs[number], is_right)
+                self.calibration.see(self.drafter_log_probs[number], is_right)
                 if is_right:
                     right = number
             if right is None:
@@ -125,17 +120,21 @@ class _Growth:
 
 
 class TreeDrafter:
-    """Drafts trees. Remembers what it has learnt, and the last tree of each request."""
+    """Drafts trees. Remembers, by request, the last one and what was learnt of the drafter.
+
+    So the drafts of a request depend on what became of its own earlier ones, on no other request.
+    """
 
     def __init__(self, max_depth: int, *, sample: bool) -> None:
         """`max_depth`: no node lies deeper. `sample`: the sampler says which children are best."""
         self._max_depth = max_depth
         self._sample = sample
-        self._calibration = Calibration()
+        self._calibrations: dict[str, Calibration] = {}
         self._last: dict[str, _Growth] = {}
 
     def release(self, req_id: str) -> None:
         """Forget a request."""
+        self._calibrations.pop(req_id, None)
         self._last.pop(req_id, None)
 
     @torch.inference_mode()
@@ -158,7 +157,7 @@ class TreeDrafter:
         for request in batch.requests:
             self._learn(request)
         drafting, states = take_features(batch, model, hidden=hidden, shifted=True)
-        growths = [_Growth.of(i, batch.requests[i], self._max_depth) for i in drafting]
+        growths = [self._growth(i, batch.requests[i]) for i in drafting]
         nodes = [(growth, -1) for growth in growths]  # those whose rows were computed last
         row_of = {(growth.index, -1): row for row, growth in enumerate(growths)}  # in `states`
         out, num_passes = states, 0
@@ -196,8 +195,21 @@ class TreeDrafter:
         if growth is None or len(request.token_ids) <= growth.num_tokens:
             return
         end = growth.num_tokens + growth.depth
-        growth.learn(request.token_ids[growth.num_tokens : end], self._calibration)
+        growth.learn(request.token_ids[growth.num_tokens : end])
         del self._last[request.req_id]
+
+    def _growth(self, index: int, request: DraftRequest) -> _Growth:
+        """Return the root of a request's tree; `index` in the batch."""
+        return _Growth(
+            index=index,
+            k=request.k,
+            depth=min(self._max_depth, request.max_depth, request.k),
+            num_tokens=len(request.token_ids),
+            least_log_prob=math.log(request.min_confidence)
+            if request.min_confidence
+            else -math.inf,
+            calibration=self._calibrations.setdefault(request.req_id, Calibration()),
+        )
 
     def _add_children(
         self,
@@ -223,7 +235,7 @@ class TreeDrafter:
         for (growth, number), ids, each in zip(
             nodes, token_ids.tolist(), log_probs.tolist(), strict=True
         ):
-            growth.add(number, ids, each, self._calibration)
+            growth.add(number, ids, each)
 
     def _drafts(self, batch: DraftInput, growths: Sequence[_Growth]) -> Draft:
         """Return the best of all that grew, and keep the trees to learn from."""

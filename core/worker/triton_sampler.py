@@ -25,7 +25,7 @@ from foresay.core.worker.draft_sampler import DraftProbs
 from foresay.core.worker.draft_tree import depths
 from foresay.core.worker.filter_bounds import filter_bounds, is_filtered
 from foresay.core.worker.kernels import rejection, rows
-from foresay.core.worker.rejection_sampler import VerifyRequest, VerifyResult, is_deterministic
+from foresay.core.worker.rejection_sampler import VerifyRequest, VerifyResult, drawn_from
 from foresay.core.worker.sampling import Row, RowError, greedy_token, is_greedy, target_probs
 
 _MASK_64 = (1 << 64) - 1
@@ -348,11 +348,10 @@ class _Tables:
         rule: int = rows.DETERMINISTIC.value
         if is_greedy(request.sampling):
             rule = rows.GREEDY.value
-        elif not is_deterministic(request):
-            assert request.draft_probs is not None
-            if not _fits(request.draft_probs, request):
+        elif (draft_probs := drawn_from(request)) is not None:
+            if not _fits(draft_probs, request):
                 self.has_wrong_probs[i] = True
-            elif request.draft_probs.rule == "block":
+            elif draft_probs.rule == "block":
                 rule = rows.BLOCK.value
             else:
                 rule = rows.REJECTION.value

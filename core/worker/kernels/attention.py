@@ -70,7 +70,7 @@ def _divisor(top, total, sinks, has_sinks: tl.constexpr):
         new_top = tl.maximum(top, sinks)
         decay = _decay(top, new_top)
         total = tl.fma(total, decay, tl.exp2(sinks - new_top))
-    return decay, tl.where(total == 0.0, 1.0, total)  # 0: a row beyond the tile's, never stored
+    return decay, total  # 0 in rows beyond the tile's, which are never stored
 
 
 @triton.jit(do_not_specialize=["num_words", "window"])

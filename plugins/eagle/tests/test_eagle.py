@@ -1,7 +1,8 @@
 """The eagle plugin in whole engines, against heads that are written out plainly (`eagle_heads`).
 
 Every draft step of every published form is compared, logit by logit, with a reference that computes
-the whole sequence anew. Targets are tiny and random.
+the whole sequence anew. Targets are tiny and random. Drafts are chains but where it says so; trees
+are compared in `test_eagle_trees`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from eagle_heads import Head, reference_logits
 from foresay import LLM, SamplingParams
 from foresay.core.proposer import Draft, DraftInput
 from foresay.core.worker.drafting import draft
+from foresay.core.worker.tree_drafting import TreeDrafter
 
 # -- the forms -----------------------------------------------------------------------------------
 
@@ -221,10 +223,13 @@ def generate(
     prompts: Sequence[Sequence[int]] = PROMPTS,
     wanted: list[SamplingParams] | None = None,
     rounds: int = 1,
+    tree: bool = False,
     **settings: Any,
 ) -> tuple[list[list[int]], Any]:
     """Generate; the texts, and the engine's statistics."""
     settings = {"proposer": "eagle", "strict": True, "block_size": 4, **settings}
+    if settings["proposer"] == "eagle":
+        settings["proposer_settings"] = {"tree": tree, **settings.get("proposer_settings", {})}
     texts = []
     with LLM(model=model, **settings, adaptive=False) as llm:
         for _ in range(rounds):
@@ -372,7 +377,10 @@ def test_what_was_guessed_is_overwritten_by_the_targets_features(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("sample", [True, False], ids=["drawn", "likeliest"])
-def test_texts_are_plain_decodings(sample: bool, temperature: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tree", [True, False], ids=["trees", "chains"])
+def test_texts_are_plain_decodings(
+    tree: bool, sample: bool, temperature: float, tmp_path: Path
+) -> None:
     model, head = agreeing(0.01)
     wanted = [
         SamplingParams(temperature=temperature, seed=i, max_tokens=24) for i in range(len(PROMPTS))
@@ -380,6 +388,7 @@ def test_texts_are_plain_decodings(sample: bool, temperature: float, tmp_path: P
     texts, stats = generate(
         model,
         wanted=wanted,
+        tree=tree,
         drafter=str(head.save(tmp_path)),
         proposer_settings={"sample": sample},
     )
@@ -498,10 +507,13 @@ def test_a_smaller_vocabulary_of_the_head_drafts_only_ids_that_the_target_has(
         assert max(ids) < min(vocab, 160)
 
 
-def test_a_head_with_weights_that_are_no_numbers_changes_no_text(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tree", [True, False], ids=["trees", "chains"])
+def test_a_head_with_weights_that_are_no_numbers_changes_no_text(
+    tree: bool, tmp_path: Path
+) -> None:
     head = eagle_heads.eagle()
     broken = head.with_(fc__bias=torch.full((48,), float("nan")))
-    texts, stats = generate(llama(), drafter=str(broken.save(tmp_path)), strict=False)
+    texts, stats = generate(llama(), tree=tree, drafter=str(broken.save(tmp_path)), strict=False)
     assert texts == plain_texts()
     assert stats.num_accepted_tokens == 0
 
@@ -517,3 +529,115 @@ def test_memory_is_given_back(tmp_path: Path) -> None:
         assert scheduler.blocks.num_free_blocks == 70
         [member] = llm._engine._runner.proposers.members  # type: ignore[union-attr]
         assert (member.queue._pending, member.num_stored) == ({}, {})
+
+
+# -- trees ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Trees:
+    """By history: each node that was gone on from, as its path, and its children's log probs."""
+
+    grown: list[tuple[list[int], dict[tuple[int, ...], dict[int, float]]]] = field(
+        default_factory=list
+    )
+
+    def check(self, head: Head, model: Any, every: int = 1) -> int:
+        """Compare with the reference, along the last paths; return how many children were."""
+        num_compared = 0
+        for history, grown in self.grown[::every]:
+            for path, children in [*grown.items()][-3:]:
+                logits = reference_logits(head, model, history, [*path, 0])[-1]
+                log_probs = logits.log_softmax(-1)
+                offsets = head.tensors.get("d2t", torch.zeros(len(logits), dtype=torch.int64))
+                draft_ids = {int(i + offset): i for i, offset in enumerate(offsets.tolist())}
+                for token_id, log_prob in children.items():
+                    wanted = float(log_probs[draft_ids[token_id]])
+                    assert log_prob == pytest.approx(wanted, abs=2e-3), f"{path} after {history}"
+                    num_compared += 1
+        return num_compared
+
+
+@pytest.fixture
+def trees(monkeypatch: pytest.MonkeyPatch) -> Trees:
+    found = Trees()
+
+    class Spy(TreeDrafter):
+        def draft(self, batch: DraftInput, *arguments: Any, **settings: Any) -> Draft:
+            drafted = super().draft(batch, *arguments, **settings)
+            for request in batch.requests:
+                if not request.k:
+                    continue
+                growth = self._last[request.req_id]
+                tree = growth.tree
+                paths: list[tuple[int, ...]] = []
+                for token_id, parent in zip(tree.token_ids, tree.parents, strict=True):
+                    paths.append((*(paths[parent] if parent >= 0 else ()), token_id))
+                children = {
+                    paths[node] if node >= 0 else (): {
+                        tree.token_ids[n]: growth.drafter_log_probs[n] for n in numbers
+                    }
+                    for node, numbers in growth.children.items()
+                    if numbers
+                }
+                found.grown.append((list(request.token_ids), children))
+            return drafted
+
+    monkeypatch.setattr("foresay_eagle.proposer.TreeDrafter", Spy)
+    return found
+
+
+def greedy(max_tokens: int) -> list[SamplingParams]:
+    return [SamplingParams(temperature=0.0, max_tokens=max_tokens) for _ in PROMPTS]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_node_of_a_tree_has_the_probability_of_its_path(
+    name: str, tmp_path: Path, trees: Trees
+) -> None:
+    form = FORMS[name]
+    head = form.make()
+    folder = head.renamed(*form.names).save(tmp_path / "head", form.kind)
+    generate(
+        llama(), wanted=greedy(6), tree=True, drafter=str(folder), chunked_prefill_size=7,
+        num_speculative_tokens=24,
+    )  # fmt: skip
+    assert trees.check(head, llama(), every=3) > 15
+    assert any(len(path) >= 1 for _, grown in trees.grown for path in grown)
+
+
+def test_what_branches_guessed_is_overwritten_by_the_targets_features(
+    tmp_path: Path, trees: Trees
+) -> None:
+    """Paths accepted that are not the first ones: probabilities are those of a fresh prefill."""
+    model, head = agreeing(0.03)
+    texts, stats = generate(
+        model, wanted=greedy(24), tree=True, drafter=str(head.save(tmp_path)),
+        num_speculative_tokens=8,
+    )  # fmt: skip
+    assert texts == generate(model, wanted=greedy(24), proposer=None)[0]
+    assert stats.num_accepted_tokens > 10
+    assert trees.check(head, model, every=2) > 60
+
+
+def test_trees_take_fewer_steps_than_chains(tmp_path: Path) -> None:
+    model, head = agreeing(0.06)
+    folder = str(head.save(tmp_path))
+    prompts = [[i, i + 1] for i in range(6)]
+    steps = []
+    for tree, k in ((True, 16), (False, 5)):
+        wanted = [SamplingParams(temperature=0.0, max_tokens=40)] * 6
+        _, stats = generate(
+            model, prompts, wanted, tree=tree, drafter=folder, num_speculative_tokens=k
+        )
+        steps.append(240 - stats.num_accepted_tokens)
+    assert steps[0] < 0.9 * steps[1]
+
+
+def test_no_path_is_longer_than_the_depth_that_was_set(tmp_path: Path, trees: Trees) -> None:
+    model, head = agreeing(0.03)
+    generate(
+        model, wanted=greedy(8), tree=True, drafter=str(head.save(tmp_path)),
+        proposer_settings={"max_depth": 2}, num_speculative_tokens=16,
+    )  # fmt: skip
+    assert {len(path) for _, grown in trees.grown for path in grown} == {0, 1}

@@ -1,4 +1,7 @@
-"""The suite that every proposer passes, on both kinds of head with random weights."""
+"""The suite that every proposer passes, on both kinds of head with random weights.
+
+Trees depend by design on how a request's earlier ones fared; chains on the text alone.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,8 @@ class _Conformance(ProposerConformance):
 
 
 class TestEagleConforms(_Conformance):
+    learns_from_steps = True
+
     @staticmethod
     def head() -> Head:
         return eagle_heads.eagle(hidden_size=32, vocab_size=61, max_position_embeddings=96)
@@ -34,6 +39,7 @@ class TestEagleConforms(_Conformance):
 
 class TestEagle3Conforms(_Conformance):
     settings = {"aux_layers": (0, 1, 2)}  # noqa: RUF012
+    learns_from_steps = True
 
     def models(self) -> dict[str, Callable[[], Any]]:
         return {"llama": tiny_llama, "gpt2": tiny_gpt2}
@@ -43,6 +49,11 @@ class TestEagle3Conforms(_Conformance):
         return eagle_heads.eagle3(
             hidden_size=32, vocab_size=61, draft_vocab=40, max_position_embeddings=96
         )
+
+
+class TestEagle3ChainsConform(TestEagle3Conforms):
+    settings = {"aux_layers": (0, 1, 2), "tree": False}  # noqa: RUF012
+    learns_from_steps = False
 
 
 del _Conformance

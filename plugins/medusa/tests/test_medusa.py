@@ -107,8 +107,16 @@ def plain(model: Any, asked: Sequence[Any], params: Any) -> list[list[int]]:
 
 
 def medusa(model: Any, folder: Path, **settings: Any) -> LLM:
+    """An engine that drafts chains."""
+    own = {"tree": False, **settings.pop("proposer_settings", {})}
     return LLM(
-        model=model, proposer="medusa", drafter=str(folder), strict=True, **settings, adaptive=False
+        model=model,
+        proposer="medusa",
+        drafter=str(folder),
+        proposer_settings=own,
+        strict=True,
+        **settings,
+        adaptive=False,
     )
 
 
@@ -203,7 +211,7 @@ def test_only_the_heads_that_are_wanted_run_on_the_rows_that_want_them(
     monkeypatch.setattr(MedusaHeads, "logits", watched)
     form = make()
     folder = form.files.save(tmp_path, form.name)
-    proposer = MedusaProposer(MedusaConfig(drafter=str(folder), sample=False))
+    proposer = MedusaProposer(MedusaConfig(drafter=str(folder), sample=False, tree=False))
     proposer.load(view())
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(12, 48, generator=generator)
@@ -323,6 +331,7 @@ def test_in_a_chain_it_drafts_where_the_first_has_nothing(
         model=model,
         proposer="ngram,medusa",
         drafter={"medusa": str(folder)},
+        proposer_settings={"ngram": {"tree": False}, "medusa": {"tree": False}},
         strict=True,
         adaptive=False,
     ) as llm:

@@ -1,4 +1,7 @@
-"""The conformance suite, on heads of two forms, drafting the likeliest tokens and drawn ones."""
+"""The conformance suite, on heads of two forms, drafting the likeliest tokens and drawn ones.
+
+Trees and chains.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,19 @@ class _Conformance(ProposerConformance):
 
 
 class TestConformance(_Conformance):
-    settings = {"sample": False}  # noqa: RUF012
+    settings = {"sample": False, "tree": False}  # noqa: RUF012
 
     @classmethod
     def files(cls) -> Files:
         return as_authors(random_heads(4, size=32, num_rows=61, vocab_size=61))
 
 
+class TestConformanceOfTrees(TestConformance):
+    settings = {"sample": False}  # noqa: RUF012
+
+
 class TestConformanceSampledFromASharedReducedVocabulary(_Conformance):
+    settings = {"tree": False}  # noqa: RUF012
     num_output_tokens = 10
 
     def models(self) -> dict[str, Callable[[], Any]]:
@@ -44,3 +52,7 @@ class TestConformanceSampledFromASharedReducedVocabulary(_Conformance):
     @classmethod
     def files(cls) -> Files:
         return as_reduced(random_heads(3, 2, size=32, num_rows=30, vocab_size=61, shared=True))
+
+
+class TestConformanceOfSampledTrees(TestConformanceSampledFromASharedReducedVocabulary):
+    settings = {}  # noqa: RUF012

@@ -1,4 +1,7 @@
-"""The mtp proposer in the engine: every draft step against a reference, and texts never changed."""
+"""The mtp proposer in the engine: every draft step against a reference, and texts never changed.
+
+Drafts are chains but where it says so.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,11 @@ from mtp_checkpoints import (
 )
 
 from foresay import LLM, SamplingParams
+from foresay.core.errors import ConfigError
 from foresay.core.plugins import PluginManager
+from foresay.core.proposer import Draft, DraftInput
 from foresay.core.worker.drafting import TokenPicker
+from foresay.core.worker.tree_drafting import TreeDrafter
 
 LAYOUTS = ("deepseek", "mimo", "qwen3_next")
 BUILDERS = {"qwen2": tiny_models.qwen2, "qwen3": tiny_models.qwen3}
@@ -87,9 +93,19 @@ def params(count: int, *, max_tokens: int = 12) -> list[SamplingParams]:
     ]
 
 
-def generate(model: Any, asked: list[list[int]], how: list[SamplingParams], **settings: Any) -> Any:
+def generate(
+    model: Any,
+    asked: list[list[int]],
+    how: list[SamplingParams],
+    tree: bool = False,
+    **settings: Any,
+) -> Any:
     """Run prompts in a strict engine; return texts and statistics."""
     settings = {"max_model_len": 100, "strict": True, "dtype": "float32", **settings}
+    if settings.get("proposer") == "mtp" and not tree:
+        settings["proposer_settings"] = {"tree": False}
+    if settings.get("proposer") == "ngram,mtp":
+        settings["proposer_settings"] = {"mtp": {"tree": False}}
     with LLM(model=model, **settings, adaptive=False) as llm:
         texts = [output.outputs[0].token_ids for output in llm.generate(asked, how)]
         return texts, llm.stats
@@ -309,6 +325,7 @@ def test_a_prefix_hit_is_used_and_drafts_stay_the_same(
     folder, tensors = in_target(tmp_path, "qwen3", "mimo", count)
     asked, how = prompts(9, (33, 20)), params(2, max_tokens=9)
     settings = {"max_model_len": 100, "strict": True, "block_size": 4, "proposer": "mtp"}
+    settings["proposer_settings"] = {"tree": False}
 
     with LLM(model=folder, **settings, adaptive=False) as llm:
         for _ in range(2):
@@ -337,6 +354,60 @@ def test_preempted_requests_go_on_where_they_were(tmp_path: Path, steps: Steps, 
     assert stats.num_preemptions > 0
     assert found == plain_texts("qwen3", 9, lengths, 14)
     steps.check(Reference(target("qwen3"), "qwen3_next", tensors, count))
+
+
+# -- trees ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sample", [True, False], ids=["drawn", "likeliest"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nodes_of_trees_have_the_probabilities_of_their_paths_and_texts_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, sample: bool
+) -> None:
+    folder, tensors = in_target(tmp_path, "qwen3", layout, 1)
+    lengths, how = (5, 17), params(2, max_tokens=9)
+    grown: list[tuple[list[int], Any]] = []
+
+    class Spy(TreeDrafter):
+        def draft(self, batch: DraftInput, *arguments: Any, **settings: Any) -> Draft:
+            found = super().draft(batch, *arguments, **settings)
+            for request in batch.requests:
+                if request.k:
+                    grown.append((list(request.token_ids), self._last[request.req_id]))
+            return found
+
+    monkeypatch.setattr("foresay_mtp.proposer.TreeDrafter", Spy)
+    found, stats = generate(
+        folder, prompts(1, lengths), how, tree=True, proposer="mtp", chunked_prefill_size=7,
+        num_speculative_tokens=12, proposer_settings={"sample": sample, "max_depth": 3},
+    )  # fmt: skip
+
+    assert found == plain_texts("qwen3", 1, lengths, 9)
+    assert not stats.faults
+    assert stats.num_draft_positions < stats.num_draft_tokens  # they branch
+    reference = Reference(target("qwen3"), layout, tensors)
+    num_compared = 0
+    for history, growth in grown:
+        if sample and history[: lengths[1]] == prompts(1, lengths)[1]:
+            continue  # its log probs have noise in them
+        tree, paths = growth.tree, []
+        for number, (token_id, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
+            above = paths[parent] if parent >= 0 else []
+            paths.append([*above, token_id])
+            if number % 3 == 0:
+                wanted = reference.logits(history, above).log_softmax(-1)[token_id]
+                assert growth.drafter_log_probs[number] == pytest.approx(float(wanted), abs=1e-2)
+                num_compared += 1
+    assert num_compared > 15
+
+
+def test_several_modules_draft_chains_and_no_tree_is_to_be_had_of_them(tmp_path: Path) -> None:
+    folder, _ = in_target(tmp_path, "qwen3", "mimo", 2)
+    asked, how = prompts(1, (6,)), params(1)
+    _, stats = generate(folder, asked, how, tree=True, proposer="mtp")
+    assert stats.num_draft_positions == stats.num_draft_tokens > 0
+    with pytest.raises(ConfigError, match="with a single MTP module, and there are 2"):
+        generate(folder, asked, how, tree=True, proposer="mtp", proposer_settings={"tree": True})
 
 
 # -- the automatic choice ------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""The mtp proposer keeps the rules of the proposer contract: one module, and several."""
+"""The mtp proposer keeps the rules of the proposer contract: one module, and several.
+
+One drafts trees, which depend by design on how a request's earlier ones fared, or chains.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,11 @@ class OneModule(ProposerConformance):
 
 
 class TestOneModule(OneModule):
-    pass
+    learns_from_steps = True
+
+
+class TestOneModuleOfChains(OneModule):
+    settings: ClassVar[dict[str, bool]] = {"tree": False}
 
 
 class TestSeveralModules(OneModule):

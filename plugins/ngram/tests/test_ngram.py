@@ -10,7 +10,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -27,9 +27,21 @@ from foresay_ngram.proposer import NgramProposer
 
 
 class TestConformance(ProposerConformance):
-    """All rules that foresay has for proposers."""
+    """All rules that foresay has for proposers, drafting trees."""
 
     proposer_name = "ngram"
+
+
+class TestConformanceOfChains(ProposerConformance):
+    """The same, drafting chains."""
+
+    proposer_name = "ngram"
+    settings: ClassVar = {"tree": False}
+
+
+def chains(**config: Any) -> NgramProposer:
+    """A proposer that drafts chains."""
+    return NgramProposer(NgramConfig(tree=False, **config))
 
 
 def request(token_ids: Sequence[int], k: int, req_id: str = "a") -> DraftRequest:
@@ -37,8 +49,8 @@ def request(token_ids: Sequence[int], k: int, req_id: str = "a") -> DraftRequest
 
 
 def draft(token_ids: Sequence[int], k: int, **config: Any) -> list[int]:
-    """What a fresh proposer drafts for one request."""
-    proposer = NgramProposer(NgramConfig(**config))
+    """What a fresh proposer of chains drafts for one request."""
+    proposer = chains(**config)
     return proposer.propose(DraftInput([request(token_ids, k)])).token_ids[0]
 
 
@@ -65,7 +77,7 @@ def test_drafts_equal_a_brute_force_search_however_the_history_arrives(
 ) -> None:
     longest = data.draw(st.integers(shortest, shortest + 4))
     history = data.draw(st.lists(st.integers(0, alphabet - 1), min_size=1, max_size=60))
-    proposer = NgramProposer(NgramConfig(prompt_lookup_min=shortest, prompt_lookup_max=longest))
+    proposer = chains(prompt_lookup_min=shortest, prompt_lookup_max=longest)
     arrived = 0
     while arrived < len(history):
         arrived += data.draw(st.integers(1, len(history) - arrived))
@@ -146,7 +158,7 @@ def test_every_draft_consists_of_tokens_of_the_history() -> None:
 
 
 def test_a_history_that_grew_by_several_tokens_is_caught_up_with() -> None:
-    proposer = NgramProposer(NgramConfig())
+    proposer = chains()
     history = [1, 2, 3]
     assert proposer.propose(DraftInput([request(history, 3)])).token_ids == [[]]
     history += [4, 5, 1, 2]
@@ -154,7 +166,7 @@ def test_a_history_that_grew_by_several_tokens_is_caught_up_with() -> None:
 
 
 def test_steps_with_k_zero_lose_nothing() -> None:
-    proposer = NgramProposer(NgramConfig())
+    proposer = chains()
     history = [1, 2]
     for token in [3, 4, 1, 2]:
         history.append(token)
@@ -163,7 +175,7 @@ def test_steps_with_k_zero_lose_nothing() -> None:
 
 
 def test_rows_may_change_order_and_requests_come_and_go() -> None:
-    proposer = NgramProposer(NgramConfig())
+    proposer = chains()
     a, b = [1, 2, 3, 1], [1, 5, 6, 1]
     batch = DraftInput([request(a, 2, "a"), request(b, 2, "b")])
     assert proposer.propose(batch).token_ids == [[2, 3], [5, 6]]
@@ -172,7 +184,7 @@ def test_rows_may_change_order_and_requests_come_and_go() -> None:
 
 
 def test_a_released_request_is_forgotten_and_indexed_anew() -> None:
-    proposer = NgramProposer(NgramConfig())
+    proposer = chains()
     proposer.propose(DraftInput([request([1, 2, 1], 2)]))
     proposer.release("a")
     assert draft([7, 1], 2) == []
@@ -181,7 +193,7 @@ def test_a_released_request_is_forgotten_and_indexed_anew() -> None:
 
 
 def test_releasing_an_unknown_request_is_no_error() -> None:
-    NgramProposer(NgramConfig()).release("never seen")
+    chains().release("never seen")
 
 
 def test_two_proposers_given_the_same_history_draft_the_same() -> None:
@@ -239,7 +251,7 @@ def test_a_step_reads_only_the_new_tokens_of_a_long_history() -> None:
         def __iter__(self) -> Any:
             raise AssertionError("the whole history was read")
 
-    proposer = NgramProposer(NgramConfig())
+    proposer = chains()
     history = Watched(i % 50 for i in range(5000))
     proposer.propose(DraftInput([request(history, 3)]))
     read.clear()
@@ -289,7 +301,7 @@ def test_a_misspelt_setting_is_answered_with_the_nearest_one() -> None:
 def test_the_hook_offers_ngram_and_builds_it() -> None:
     (spec,) = foresay_ngram.foresay_register_proposers()
     assert spec.name == "ngram"
-    proposer = spec.build(spec.config_type(prompt_lookup_min=2))
+    proposer = spec.build(spec.config_type(prompt_lookup_min=2, tree=False))
     # One token matches, two are asked for: the settings arrived.
     assert proposer.propose(DraftInput([request([1, 2, 1], 2)])).token_ids == [[]]
     assert proposer.propose(DraftInput([request([1, 2, 1, 2], 2)])).token_ids == [[1, 2]]

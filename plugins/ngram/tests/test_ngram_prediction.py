@@ -34,7 +34,7 @@ def request(
 
 def draft(prediction: str, output: str, k: int = 4, prompt: str = "?") -> str:
     """What a fresh proposer drafts after a prompt and an output."""
-    proposer = NgramProposer(NgramConfig())
+    proposer = NgramProposer(NgramConfig(tree=False))
     batch = DraftInput([request(ids(prediction), ids(prompt), ids(output), k)])
     return "".join(map(chr, proposer.propose(batch).token_ids[0]))
 
@@ -43,7 +43,7 @@ def num_steps(
     prediction: Sequence[int], prompt: Sequence[int], output: Sequence[int], k: int
 ) -> int:
     """Steps after the first token until all of a known greedy output is committed."""
-    proposer = NgramProposer(NgramConfig())
+    proposer = NgramProposer(NgramConfig(tree=False))
     steps, done = 0, 1
     while done < len(output):
         wanted = min(k, len(output) - done - 1)
@@ -129,7 +129,7 @@ def test_k_tokens_are_drafted_and_no_more(k: int) -> None:
 
 
 def test_k_zero_drafts_nothing_and_loses_nothing() -> None:
-    proposer = NgramProposer(NgramConfig())
+    proposer = NgramProposer(NgramConfig(tree=False))
     for output, k, expected in [("", 0, ""), ("ab", 0, ""), ("abX", 2, "de"), ("abXd", 1, "e")]:
         batch = DraftInput([request(ids("abcdefgh"), ids("?"), ids(output), k)])
         assert proposer.propose(batch).token_ids == [ids(expected)]
@@ -367,12 +367,12 @@ def test_the_draft_depends_on_the_history_alone_not_on_how_it_arrived(
 def test_an_empty_prediction_changes_nothing(history: list[int], num_prompt_tokens: int) -> None:
     plain = DraftInput([DraftRequest("a", history, 1, 5)])
     empty = DraftInput([DraftRequest("a", history, 1, 5, [], min(num_prompt_tokens, len(history)))])
-    proposers = NgramProposer(NgramConfig()), NgramProposer(NgramConfig())
+    proposers = NgramProposer(NgramConfig(tree=False)), NgramProposer(NgramConfig(tree=False))
     assert proposers[0].propose(plain).token_ids == proposers[1].propose(empty).token_ids
 
 
 def test_requests_with_and_without_a_prediction_do_not_mix() -> None:
-    proposer = NgramProposer(NgramConfig())
+    proposer = NgramProposer(NgramConfig(tree=False))
     with_one = DraftRequest("a", ids("?ab"), 1, 2, ids("abcd"), 1)
     without = DraftRequest("b", ids("?ab"), 1, 2, (), 1)
     other = DraftRequest("c", ids("?ab"), 1, 2, ids("abXY"), 1)
@@ -385,7 +385,7 @@ def test_requests_with_and_without_a_prediction_do_not_mix() -> None:
 
 
 def test_a_released_request_may_come_back_with_another_prediction() -> None:
-    proposer = NgramProposer(NgramConfig())
+    proposer = NgramProposer(NgramConfig(tree=False))
     for prediction, expected in [("abcd", "cd"), ("abXY", "XY"), ("", "")]:
         batch = DraftInput([request(ids(prediction), ids("?"), ids("ab"), 4)])
         assert proposer.propose(batch).token_ids == [ids(expected)]

@@ -32,6 +32,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "foresay_smollm2" / "drafters"
 CARD = "README.md"
 WEIGHTS = "model.safetensors"
 FILES = ("config.json", WEIGHTS, CARD, "curve.svg")
+MORE_FILES = {"medusa": ("accuracies.json",)}  # of some kinds: what trees are chosen by
 ALL = "ALL"
 
 Row = Mapping[str, Any]  # of `foresay bench --json`
@@ -56,7 +57,8 @@ def main() -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     for proposer, folder in folders.items():
-        ship(folder, given.to / name_of(proposer), section(proposer, rows[proposer], given))
+        to = given.to / name_of(proposer)
+        ship(folder, to, files_of(proposer), section(proposer, rows[proposer], given))
     index = {
         name_of(proposer): {
             "proposer": proposer,
@@ -71,6 +73,11 @@ def main() -> None:
 def name_of(proposer: str) -> str:
     """Return the name that a drafter is registered by."""
     return f"{MODEL}-{proposer}"
+
+
+def files_of(proposer: str) -> tuple[str, ...]:
+    """Return the files that a drafter is made of."""
+    return FILES + MORE_FILES.get(proposer, ())
 
 
 def rows_of(proposer: str, bench: Path) -> list[Row]:
@@ -90,7 +97,7 @@ def rows_of(proposer: str, bench: Path) -> list[Row]:
 
 def check_folder(proposer: str, folder: Path) -> None:
     """Raise `ValueError` unless it is what a training of this proposer for the model left."""
-    missing = [name for name in FILES if not (folder / name).is_file()]
+    missing = [name for name in files_of(proposer) if not (folder / name).is_file()]
     if missing:
         raise ValueError(f"{str(folder)!r} has no {', '.join(missing)}: did the training end?")
     title = (folder / CARD).read_text(encoding="utf-8").partition("\n")[0]
@@ -124,11 +131,11 @@ def section(proposer: str, rows: Sequence[Row], given: argparse.Namespace) -> st
     return "\n".join(lines)
 
 
-def ship(folder: Path, to: Path, added: str) -> None:
+def ship(folder: Path, to: Path, files: Sequence[str], added: str) -> None:
     """Copy a drafter, in place of what was there."""
     shutil.rmtree(to, ignore_errors=True)
     to.mkdir(parents=True)
-    for name in FILES:
+    for name in files:
         shutil.copyfile(folder / name, to / name)  # not the mode: nobody else may read weights
     with (to / CARD).open("a", encoding="utf-8") as card:
         card.write(added)

@@ -36,8 +36,15 @@ class TestConformanceWithMemory(ProposerConformance):
     remembers_requests = True
 
 
+class TestConformanceOfChainsWithMemory(TestConformanceWithMemory):
+    """The same, drafting chains."""
+
+    settings: ClassVar = {"max_remembered_tokens": 300, "tree": False}
+
+
 def proposer(**config: Any) -> SuffixProposer:
-    return SuffixProposer(SuffixConfig(**config))
+    """A proposer of chains."""
+    return SuffixProposer(SuffixConfig(tree=False, **config))
 
 
 def request(
@@ -354,7 +361,7 @@ def test_wrong_settings_are_refused_in_a_sentence(values: dict[str, Any], messag
 def test_the_hook_offers_suffix_and_builds_it() -> None:
     (spec,) = foresay_suffix.foresay_register_proposers()
     assert spec.name == "suffix"
-    built = spec.build(spec.config_type(min_match=2))
+    built = spec.build(spec.config_type(min_match=2, tree=False))
     assert built.propose(DraftInput([request([1, 2, 1])])).token_ids == [[]]
     assert built.propose(DraftInput([request([1, 2, 1, 2])])).token_ids == [[1, 2, 1]]
 

@@ -35,15 +35,20 @@ class MedusaConfig(ProposerConfig):
     num_heads: int | None = Field(
         default=None,
         ge=1,
-        description="Use the first so many heads; None: as many as config.json says. Some folders "
-        "hold more than that.",
+        description="Use the first so many heads, which is how deep a tree gets; None: as many as "
+        "config.json says. Some folders hold more than that.",
+    )
+    tree: bool = Field(
+        default=True,
+        description="Draft a tree of the heads' best tokens, k being the number of its nodes, "
+        "instead of a chain of one token a head.",
     )
 
 
 class MedusaTraining(TrainingConfig):
     """Settings of training Medusa heads."""
 
-    num_heads: int = Field(default=4, ge=1, description="Heads, and so the most tokens drafted.")
+    num_heads: int = Field(default=4, ge=1, description="Heads, and so the most tokens in a row.")
     num_layers: int = Field(default=1, ge=0, description="Residual blocks of each head.")
     loss_decay: float = Field(
         default=0.8,
@@ -80,7 +85,8 @@ def _needs(config: MedusaConfig, target_config: Any) -> Needs:
         hidden_state=True,
         lm_head=True,  # for heads that share it
         sampled=config.sample,
-        max_draft_tokens=layout.num_heads,
+        tree=config.tree,
+        max_draft_tokens=None if config.tree else layout.num_heads,
     )
 
 

@@ -7,6 +7,7 @@ output matrix over the draft vocabulary, which begins as the target's. The targe
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from foresay.core.training import TrainingBatch, TrainingLoss
 from foresay.core.worker.chain_training import Chains, DraftHead, reply_probs, save_drafter
 from foresay.core.worker.distilling import cross_entropy
 from foresay_medusa import MedusaTraining
+from foresay_medusa.measuring import Measuring
 
 
 class TrainableMedusa(nn.Module):
@@ -49,10 +51,8 @@ class TrainableMedusa(nn.Module):
         hidden = batch.hidden_states[chains.base_rows].float()
         total = torch.zeros((), device=hidden.device)
         hits, valid = [], []
-        for number, layers in enumerate(self.blocks):
-            x = hidden
-            for linear in layers:  # type: ignore[attr-defined]  # a ModuleList is one
-                x = x + F.silu(linear(x))
+        for number in range(len(self.blocks)):
+            x = self._state(number, hidden)
             labels = batch.token_ids[chains.rows_ahead(number + 2)]
             valid.append(chains.reaches(number + 2))
             loss, best = cross_entropy(
@@ -67,6 +67,34 @@ class TrainableMedusa(nn.Module):
         return TrainingLoss(
             total / len(hidden), torch.stack(hits, dim=1), torch.stack(valid, dim=1)
         )
+
+    def _state(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what the output head takes of head `number`, for `hidden` [n, hidden_size]."""
+        x = hidden
+        for linear in self.blocks[number]:  # type: ignore[attr-defined]  # a ModuleList is one
+            x = x + F.silu(linear(x))
+        return x
+
+    @torch.inference_mode()
+    def save_measured(self, folder: Path, held_out: Iterable[TrainingBatch]) -> None:
+        """Write how often each head's candidates are right, by rank: what trees are chosen by."""
+        measuring = Measuring(self._config.num_heads)
+        own = self.head.own
+        for batch in held_out:
+            chains = Chains(batch)
+            hidden = batch.hidden_states[chains.base_rows].float()
+            counts = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
+            for number in range(len(self.blocks)):
+                logits = F.linear(self._state(number, hidden), own.weight, own.bias)
+                labels = batch.token_ids[chains.rows_ahead(number + 2)]
+                counts = measuring.add(
+                    number,
+                    logits,
+                    labels,
+                    counts & chains.reaches(number + 2),
+                    self.head.draft_to_target,
+                )
+        measuring.save(folder)
 
     def save(self, folder: Path) -> None:
         """Write the heads with the authors' names for blocks, and one `lm_head` for all."""

@@ -26,6 +26,16 @@ class NgramConfig(ProposerConfig):
     prompt_lookup_max: int = Field(
         default=5, ge=1, description="Most tokens at the end of the history that are compared."
     )
+    tree: bool = Field(
+        default=True,
+        description="Draft a tree of what followed in several places, k being the number of its "
+        "nodes, instead of the one continuation of the most recent place.",
+    )
+    max_depth: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most tokens in a row of a tree; None: as many as are likely, up to k.",
+    )
 
     @field_validator("drafter")
     @classmethod
@@ -50,8 +60,8 @@ def _build(config: NgramConfig) -> Proposer:
     return NgramProposer(config)
 
 
-def _needs(_config: NgramConfig, _target_config: Any) -> Needs:
-    return Needs(prediction=True)
+def _needs(config: NgramConfig, _target_config: Any) -> Needs:
+    return Needs(prediction=True, tree=config.tree)
 
 
 @hookimpl

@@ -88,6 +88,11 @@ class Alignment:
             return self._run + self._trust > 0
         return min(self._run, self._longest) + self._trust >= rival_match
 
+    @property
+    def match_length(self) -> int:
+        """How many tokens in a row were as expected, at most `longest`; 0: the place is a guess."""
+        return min(self._run, self._longest)
+
     def continuation(self, k: int) -> list[int]:
         """Return up to `k` tokens that should come next, known edits applied; none at the end."""
         draft: list[int] = []

@@ -8,12 +8,15 @@ of its most recent occurrence. It is grown lazily: a context has children only o
 twice. Most contexts of more than two tokens occur once, so this needs one or two nodes a token
 where a table of all n-grams needs one a token and length; what a context that occurred once
 would have said about longer ones is still there, in the history itself.
+
+Earlier occurrences are found on demand: each position keeps, for each length, where the tokens
+before it occurred last. So all places of a context hang together, the most recent one first.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _TOKEN_BITS = 32
 
@@ -29,9 +32,11 @@ class SuffixIndex:
     __slots__ = (
         "_children",
         "_last_end",
+        "_links",
         "_longest",
         "_match_end",
         "_match_length",
+        "_no_links",
         "_repeated",
         "_roots",
         "_shortest",
@@ -40,10 +45,14 @@ class SuffixIndex:
         "_window_mask",
     )
 
-    def __init__(self, shortest: int, longest: int) -> None:
+    def __init__(self, shortest: int, longest: int, *, keeps_places: bool = False) -> None:
+        """`keeps_places`: `places` will be asked for; takes 4 bytes more a token and length."""
         self._shortest = shortest
         self._longest = longest
         self._tokens = array("I")  # the history
+        # Position and length -> where the tokens before it ended the last time; 0: nowhere.
+        self._no_links = bytes(4 * self._num_lengths)
+        self._links = array("I", self._no_links) if keeps_places else None
         self._roots: dict[int, int] = {}  # the last `shortest` tokens, packed -> node
         self._children: dict[int, int] = {}  # node and the next token to the left, packed -> node
         self._last_end = array("I")  # node -> end of its most recent occurrence
@@ -67,6 +76,9 @@ class SuffixIndex:
         tokens, last_end, repeated = self._tokens, self._last_end, self._repeated
         tokens.append(token)
         end = len(tokens)
+        links = self._links
+        if links is not None:
+            links.frombytes(self._no_links)
         self._window = (self._window << _TOKEN_BITS | token) & self._window_mask
         self._match_end = self._match_length = 0
         depth = self._shortest
@@ -83,6 +95,8 @@ class SuffixIndex:
             previous = self._match_end = last_end[node]
             self._match_length = depth
             last_end[node] = end
+            if links is not None:
+                links[end * self._num_lengths + depth - self._shortest] = previous
             if depth == self._longest:
                 return
             if not repeated[node]:
@@ -100,6 +114,32 @@ class SuffixIndex:
                 return
             node = child
             depth += 1
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The history, only to be read."""
+        return self._tokens
+
+    def places(self, most: int) -> list[tuple[int, int]]:
+        """Return where the history's suffixes ended before, and how many tokens match there.
+
+        At most `most` places, of which no two are the same: those of the longest match first, the
+        most recent of these first; then those of one token less, and so on. The first one is the
+        match. Costs at most `most` steps for each length.
+        """
+        links = self._links
+        assert links is not None, "keeps_places"
+        found: dict[int, int] = {}
+        width = self._num_lengths
+        for length in range(self._match_length, self._shortest - 1, -1):
+            lane = length - self._shortest
+            end = links[len(self._tokens) * width + lane]
+            while end and len(found) < most:
+                found.setdefault(end, length)
+                end = links[end * width + lane]
+            if len(found) >= most:
+                break
+        return list(found.items())
 
     @property
     def match_length(self) -> int:
@@ -124,6 +164,10 @@ class SuffixIndex:
         while len(draft) < k:
             draft.append(draft[-period])
         return draft
+
+    @property
+    def _num_lengths(self) -> int:
+        return self._longest - self._shortest + 1
 
     def _add_node(self, end: int) -> int:
         self._last_end.append(end)

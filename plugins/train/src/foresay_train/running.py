@@ -24,7 +24,7 @@ from foresay import LLM
 from foresay.core.errors import ConfigError, EngineError, PluginError
 from foresay.core.plugins import PluginManager
 from foresay.core.proposer import Needs
-from foresay.core.training import TrainableDrafter
+from foresay.core.training import MeasuredDrafter, TrainableDrafter
 from foresay.core.worker.target import load_target, outline, read_config
 from foresay_train import card, curves, generating, prompts, vocabulary
 from foresay_train.job import Data, Job, Outcome, claim, prepare_folder
@@ -33,7 +33,7 @@ from foresay_train.processes import Processes
 from foresay_train.progress import bar, say
 from foresay_train.replies import Reply, digest, read_replies
 from foresay_train.states import LAST_HIDDEN, About, Compute, HiddenStates, prepare_states
-from foresay_train.training import train
+from foresay_train.training import held_out_batches, train
 
 _LEAST_REPLY_TOKENS = 2  # a chain begins at the first, and predicts the second
 _MOST_HELD_OUT = 5  # of so many texts, one is
@@ -80,6 +80,9 @@ def run(job: Job, plugins: PluginManager) -> Outcome | None:
         processes.end()
         return None
     drafter.save(job.out)
+    if isinstance(drafter, MeasuredDrafter):
+        batches = held_out_batches(drafter, replies, held_out, states, aux_layers, job.recipe)
+        drafter.save_measured(job.out, batches)
     del drafter, states
     gc.collect()
     asked = [replies[text].prompt_ids for text in held_out[: job.num_measured]]

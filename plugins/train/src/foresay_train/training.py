@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +92,7 @@ def train(
     trained_on = [text for text in range(len(replies)) if text not in apart]
 
     def batches(texts: Sequence[int]) -> Batches:
-        packed = pack([len(replies[text]) for text in texts], recipe.max_tokens_per_batch, 0)
-        return Batches(replies, states, [[texts[at] for at in one] for one in packed], aux_layers)
+        return _packed(texts, replies, states, aux_layers, recipe)
 
     device = next(drafter.parameters()).device
     on_cpu = device.type == "cpu"
@@ -150,6 +149,41 @@ def train(
         num_steps=trainer.state.global_step,
         curve=curve.points,
     )
+
+
+def held_out_batches(
+    drafter: TrainableDrafter,
+    replies: Sequence[Reply],
+    held_out: Sequence[int],
+    states: HiddenStates,
+    aux_layers: Sequence[int],
+    recipe: Recipe,
+) -> Iterator[TrainingBatch]:
+    """Return the texts that a training was measured on, where the drafter's parameters are."""
+    assert isinstance(drafter, nn.Module)
+    device = next(drafter.parameters()).device
+    batches = _packed(held_out, replies, states, aux_layers, recipe)
+    for index in range(len(batches)):
+        batch = batches[index]
+        yield replace(
+            batch,
+            token_ids=batch.token_ids.to(device),
+            hidden_states=batch.hidden_states.to(device),
+            aux_hidden_states=(
+                None if batch.aux_hidden_states is None else batch.aux_hidden_states.to(device)
+            ),
+        )
+
+
+def _packed(
+    texts: Sequence[int],
+    replies: Sequence[Reply],
+    states: HiddenStates,
+    aux_layers: Sequence[int],
+    recipe: Recipe,
+) -> Batches:
+    packed = pack([len(replies[text]) for text in texts], recipe.max_tokens_per_batch, 0)
+    return Batches(replies, states, [[texts[at] for at in one] for one in packed], aux_layers)
 
 
 def _load(module: nn.Module, begin: Path) -> None:
