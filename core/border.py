@@ -46,6 +46,7 @@ class Facts:
     proposer_name: str | None
     proposer_members: tuple[tuple[str, int], ...]
     tree_members: tuple[str, ...]
+    max_contexts: dict[str, int]
     takes_prediction: bool
     draft_slots: int
     has_proposer_kv: bool

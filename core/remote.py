@@ -154,6 +154,7 @@ class RemoteRunner:
         self.proposer_name = facts.proposer_name
         self.proposer_members = facts.proposer_members
         self.tree_members = facts.tree_members
+        self.max_contexts = facts.max_contexts
         self.takes_prediction = facts.takes_prediction
         self.draft_slots = facts.draft_slots
         self.has_proposer_kv = facts.has_proposer_kv

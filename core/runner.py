@@ -58,6 +58,10 @@ class Runner(Protocol):
         """Those of the chain whose drafts may be trees: their draft tokens are nodes."""
 
     @property
+    def max_contexts(self) -> dict[str, int]:
+        """By name, for members of the chain with a limit: requests longer than it get no draft."""
+
+    @property
     def takes_prediction(self) -> bool:
         """Whether a proposer drafts from the output that a caller expects."""
 

@@ -93,6 +93,7 @@ class FakeRunner:
         self.proposer_name = "script" if k else None
         self.proposer_members = (("script", k),) if k else ()
         self.tree_members: tuple[str, ...] = ()
+        self.max_contexts: dict[str, int] = {}
         self.row_invariant = True
         self.summary = "a fake model"
         self.answer = answer
@@ -236,7 +237,7 @@ class FakeLLM(LLM):
         engine = self.engine
         left = (engine._generations, engine._owners, engine._incomplete, engine._proposers)
         assert left == ({}, {}, {}, {})
-        assert engine.control is None or not engine.control._known
+        assert engine.control is None or not engine.control._records
 
 
 def fake_llm(

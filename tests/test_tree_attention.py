@@ -20,7 +20,7 @@ from foresay.core.worker.attention import (
 from foresay.core.worker.attention_rules import LANE
 from foresay.core.worker.kv_cache import KVCache, LayerKV
 from foresay.core.worker.target import TargetModel, load_target
-from foresay.core.worker.tree_columns import tree_columns
+from foresay.core.worker.tree_columns import tree_columns, within_members
 
 CPU = torch.device("cpu")
 SCALE = 0.3
@@ -424,3 +424,25 @@ def test_logits_of_a_tree_are_those_of_plain_decoding(
             for depth, node in enumerate([-1, *path]):
                 (plain,) = run(text[: first + depth], first - 1 + depth)
                 assert torch.equal(rows[1 + node], plain), (first, node)
+
+
+@pytest.mark.parametrize("block", [0, 32, 256, None])
+def test_a_tree_is_cut_to_what_few_members_compute(block: int | None) -> None:
+    rng = np.random.default_rng(3)
+    rules = AttentionRules(tree_block=block)
+    was_cut = 0
+    for _ in range(200):
+        num_nodes, first = int(rng.integers(1, 33)), int(rng.integers(1, 520))
+        parents = random_tree(rng, num_nodes)
+        most = int(rng.integers(1, 4))
+        kept = within_members(first, parents, most, rules)
+        rest = draft_tree.subtree(parents, kept)
+        assert kept == sorted(set(kept))
+        assert kept[0] == 0
+        assert all(-1 <= parent < place for place, parent in enumerate(rest))
+        members = tree_columns(first, np.array(rest), np.arange(len(rest)), rules)
+        assert len(members) <= most
+        whole = tree_columns(first, np.array(parents), np.arange(num_nodes), rules)
+        assert (len(kept) < num_nodes) == (len(whole) > most)
+        was_cut += len(kept) < num_nodes
+    assert bool(was_cut) == (block is not None)

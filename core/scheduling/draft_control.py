@@ -274,15 +274,7 @@ class DraftControl:
         if found is None:
             return _Decision(nothing)
         if left is None:
-            begin, stay = _BEGIN_AT, _STAY_AT
-            if num_requests > 1:
-                begin, stay = _BEGIN_TOGETHER_AT, _STAY_TOGETHER_AT
-            least = stay if self._is_drafting else begin
-            self._is_drafting = found.rate >= least * plain.rate
-            best, other = (found, plain) if self._is_drafting else (plain, found)
-
-            def lost(trial: Plan) -> float:
-                return trial.seconds - trial.tokens / best.rate
+            best, other, lost = self._most_tokens(plain, found, num_requests)
         else:
             best, other, lost = self._drain(menus, plain, found, left)
         trial = None
@@ -295,6 +287,22 @@ class DraftControl:
             may_stay=learnt and (choices is best.choices or not best.drafts),
             trial=None if trial is None else trial.choices,
         )
+
+    def _most_tokens(
+        self, plain: Plan, found: Plan, num_requests: int
+    ) -> tuple[Plan, Plan, Callable[[Plan], float]]:
+        """Return whether to draft or not, by tokens per second; the other; what a step loses."""
+        begin, stay = _BEGIN_AT, _STAY_AT
+        if num_requests > 1:
+            begin, stay = _BEGIN_TOGETHER_AT, _STAY_TOGETHER_AT
+        least = stay if self._is_drafting else begin
+        self._is_drafting = found.rate >= least * plain.rate
+        best, other = (found, plain) if self._is_drafting else (plain, found)
+
+        def lost(trial: Plan) -> float:
+            return trial.seconds - trial.tokens / best.rate
+
+        return best, other, lost
 
     def _drain(
         self, menus: Sequence[Menu], plain: Plan, found: Plan, left: Sequence[float]

@@ -125,10 +125,16 @@ class Records:
         """
         called = [0] * len(self.members)
         longest = [0] * len(self.members)
-        for req_id, asked in plans.items():
+        for req_id, allowed in plans.items():
             known = self._known.get(req_id)
             if known is None:
                 continue
+            # Beyond its end nothing is drafted: of a chain no token, of a tree nothing so deep.
+            room = known.request.max_tokens - known.request.num_output_tokens - 1
+            asked = tuple(
+                k if member.is_tree and room > 0 else max(0, min(k, room))
+                for k, member in zip(allowed, self.members, strict=True)
+            )
             num_drafted = 0 if drafts is None else len(drafts.draft_token_ids.get(req_id, ()))
             known.asked, known.num_drafted, known.drafter = asked, num_drafted, -1
             if drafts is not None and num_drafted:

@@ -277,7 +277,7 @@ class DraftRules(Subject):
                     "and stop before you draw, not after",
                 )
         check(
-            num_drawn > 0,
+            num_drawn > 0 or self.needs.tree,  # trees are made of `sampler.children`
             "Needs(sampled=True) is declared, but nothing was drawn through "
             "`batch.sampler.draw(logits, step, rows)`; drop it, or draw",
         )

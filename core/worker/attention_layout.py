@@ -186,7 +186,7 @@ def _tree_members(
     """Return the members that a request with a tree becomes; its plain rows are in the first."""
     if len(tree.nodes) != len(rows):
         raise ValueError(f"{len(tree.nodes)} nodes for {len(rows)} query rows: give one for each")
-    members = []
+    members: list[_Member] = []
     for columns in tree_columns(tree.first, tree.parents, tree.nodes, rules):
         mine = columns.computed[tree.nodes]  # -1 is the last place: plain rows
         by_column = np.full(columns.num_columns, null_slot, dtype=np.int64)

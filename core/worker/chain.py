@@ -149,6 +149,15 @@ class ProposerChain:
         return None if None in limits else max(limit for limit in limits if limit is not None)
 
     @property
+    def max_contexts(self) -> dict[str, int]:
+        """By name, for those with a limit: longer requests get no draft from them."""
+        return {
+            member.proposer.name: member.needs.max_context
+            for member in self.members
+            if member.needs.max_context is not None
+        }
+
+    @property
     def takes_prediction(self) -> bool:
         """Whether a member drafts from the output that a caller expects."""
         return any(member.needs.prediction for member in self.members)

@@ -106,3 +106,9 @@ def children(parents: Sequence[int]) -> dict[int, list[int]]:
     for place, parent in enumerate(parents):
         found.setdefault(parent, []).append(place)
     return found
+
+
+def subtree(parents: Sequence[int], places: Sequence[int]) -> list[int]:
+    """Return the parents of the nodes at some places, ascending, which are a tree themselves."""
+    new = {-1: -1} | {place: number for number, place in enumerate(places)}
+    return [new[parents[place]] for place in places]

@@ -23,12 +23,13 @@ from foresay.core.proposer import DraftRequest
 from foresay.core.worker.attention import AttentionMetadata, TreeLayout
 from foresay.core.worker.capture import Capture
 from foresay.core.worker.chain import Drafted, ProposerChain
-from foresay.core.worker.draft_tree import depths
+from foresay.core.worker.draft_tree import depths, subtree
 from foresay.core.worker.hidden_states import hidden_states
 from foresay.core.worker.kv_cache import KVCache
 from foresay.core.worker.rejection_sampler import VerifyRequest, VerifyResult, verify
 from foresay.core.worker.request_state import BlockTable, DraftParents, RequestState, TokenView
 from foresay.core.worker.target import TargetModel
+from foresay.core.worker.tree_columns import within_members
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,11 @@ class _Pass:
 
     capture: Capture | None
     first_row: int
+
+
+# Members of an attention batch that a tree may become. Each reads all keys once more, which at the
+# end of a block of columns (see `tree_columns`) is more than the nodes it brings are worth.
+_MOST_MEMBERS = 2
 
 
 class ModelRunner:
@@ -59,6 +65,7 @@ class ModelRunner:
         self.proposer_name = proposers.name if proposers is not None else None
         self.proposer_members = proposers.limits if proposers is not None else ()
         self.tree_members = proposers.tree_members if proposers is not None else ()
+        self.max_contexts = proposers.max_contexts if proposers is not None else {}
         self.num_speculative_tokens = proposers.num_speculative_tokens if proposers else 0
         self.max_context = proposers.max_context if proposers is not None else None
         self.takes_prediction = proposers is not None and proposers.takes_prediction
@@ -176,6 +183,7 @@ class ModelRunner:
         num_stored = self.proposers.num_stored(list(sampling))
         if not any(request.k for request in requests) and not faults and not num_stored:
             return None
+        drafted = {req_id: self._affordable(req_id, draft) for req_id, draft in drafted.items()}
         for req_id, draft in drafted.items():
             state = self._states[req_id]
             state.draft_probs = draft.probs
@@ -224,6 +232,21 @@ class ModelRunner:
                 )
             )
         return requests
+
+    def _affordable(self, req_id: str, draft: Drafted) -> Drafted:
+        """Cut nodes off a tree that would take the attention too long; any tree is exact."""
+        if draft.parents is None:
+            return draft
+        first = len(self._states[req_id].token_ids)
+        rules = self.target.attention_rules
+        places = within_members(first, draft.parents, _MOST_MEMBERS, rules)
+        if len(places) == len(draft.parents):
+            return draft
+        return replace(
+            draft,
+            token_ids=[draft.token_ids[place] for place in places],
+            parents=subtree(draft.parents, places),
+        )
 
     def _slots(self, req_id: str, num_positions: int) -> np.ndarray:
         return self._states[req_id].blocks.slots(num_positions)

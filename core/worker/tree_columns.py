@@ -14,6 +14,7 @@ Knows parents and columns; no slots, no tensors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,6 +81,25 @@ def tree_columns(
     return members
 
 
+def within_members(
+    first: int, parents: Sequence[int], num_members: int, rules: AttentionRules
+) -> list[int]:
+    """Return the nodes of a tree, ascending, whose rows take at most so many members.
+
+    They are a tree: a node's row is computed no earlier than those of the nodes above it. `first`
+    is the position of the root's children.
+    """
+    nodes = np.arange(len(parents))
+    members = tree_columns(first, np.asarray(parents, dtype=np.int64), nodes, rules)
+    if len(members) <= num_members:
+        return nodes.tolist()
+    computed = np.zeros(len(parents), dtype=bool)
+    for member in members[:num_members]:
+        computed |= member.computed[:-1]
+    found: list[int] = computed.nonzero()[0].tolist()
+    return found
+
+
 def _pack(
     positions: list[int], parents: list[int], wanted: list[int], block: int
 ) -> list[tuple[dict[int, int], list[int]]]:
@@ -88,7 +108,7 @@ def _pack(
     Each node goes to the first free lane, after the nodes above it. `block` 0: lane 0 only. The
     first node of a member finds it empty: its path lies where plain decoding has it.
     """
-    members = []
+    members: list[tuple[dict[int, int], list[int]]] = []
     left = wanted
     while left or not members:
         columns: dict[int, int] = {}

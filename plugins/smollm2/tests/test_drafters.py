@@ -26,6 +26,7 @@ from foresay.core.worker.target import read_config
 
 SHIPPED = {"smollm2-eagle": "eagle", "smollm2-medusa": "medusa", "smollm2-mtp": "mtp"}
 FILES = {"README.md", "config.json", "curve.svg", "model.safetensors"}
+MORE_FILES = {"smollm2-medusa": {"accuracies.json"}}
 MOST_BYTES = 40_000_000  # of all together: a wheel that is quickly fetched
 VOCAB_SIZE = 49152  # of the target
 SHIP = Path(__file__).parent.parent / "tools" / "ship_drafters.py"
@@ -39,6 +40,10 @@ CONVERSATIONS = [
     )
 ]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24)
+
+
+def files_of(name: str) -> set[str]:
+    return FILES | MORE_FILES.get(name, set())
 
 
 # --- the hook
@@ -143,7 +148,7 @@ def test_shipping_copies_what_loading_needs_and_a_card_with_the_figures(
     assert {name: spec.proposer for name, spec in offered.items()} == SHIPPED
     assert offered["smollm2-eagle"].mean_acceptance_length == 2.124  # over ALL, not of a task
     for name, spec in offered.items():
-        assert {path.name for path in spec.path().iterdir()} == FILES
+        assert {path.name for path in spec.path().iterdir()} == files_of(name)
         weights = spec.path() / "model.safetensors"
         assert weights.read_bytes() == b"weights of " + SHIPPED[name].encode()
         config = spec.path() / "config.json"
@@ -218,7 +223,7 @@ def test_each_is_offered_once_for_its_proposer(plugins: PluginManager) -> None:
 
 def test_all_that_lies_in_the_package_is_theirs_and_small() -> None:
     found = [path for path in foresay_smollm2.DRAFTERS.rglob("*") if path.is_file()]
-    expected = {f"{name}/{file}" for name in SHIPPED for file in FILES} | {"index.json"}
+    expected = {f"{name}/{file}" for name in SHIPPED for file in files_of(name)} | {"index.json"}
     assert {str(path.relative_to(foresay_smollm2.DRAFTERS)) for path in found} == expected
     assert sum(path.stat().st_size for path in found) <= MOST_BYTES
 
@@ -235,7 +240,9 @@ def test_it_is_for_this_target(name: str, folder: Path, plugins: PluginManager) 
         taps = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
         assert list(needs.aux_layers) == taps
     if name == "smollm2-medusa":
-        assert needs.max_draft_tokens == config["medusa_num_heads"]
+        assert needs.tree
+        chain = spec.needs(spec.config_type(drafter=str(folder), tree=False), target_config)
+        assert chain.max_draft_tokens == config["medusa_num_heads"]
     assert spec.recognises is not None
     assert spec.recognises(folder)
 
