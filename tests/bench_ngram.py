@@ -39,7 +39,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=500, help="steps timed at each length")
     rounds = parser.parse_args().rounds
-    proposer = NgramProposer(NgramConfig())
+    proposer = NgramProposer(NgramConfig(tree=False))
     histories = {n: text(n + rounds, random.Random(0)) for n in LENGTHS}
     seconds: dict[int, list[float]] = {n: [] for n in LENGTHS}
 

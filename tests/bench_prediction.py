@@ -234,7 +234,7 @@ def _tasks() -> list[Task]:
 
 def cost(rounds: int) -> float:
     """Time steps along predictions of both lengths, in turns; return the ratio of the medians."""
-    proposer = NgramProposer(NgramConfig())
+    proposer = NgramProposer(NgramConfig(tree=False))
     rng = random.Random(0)
     outputs: dict[int, list[int]] = {}
     predictions: dict[int, list[int]] = {}
@@ -278,7 +278,7 @@ def num_steps(
     prompt: Sequence[int], output: Sequence[int], prediction: Sequence[int], k: int
 ) -> int:
     """Steps after the first token until a known greedy output is committed."""
-    proposer = NgramProposer(NgramConfig())
+    proposer = NgramProposer(NgramConfig(tree=False))
     steps, done = 0, 1
     while done < len(output):
         wanted = min(k, len(output) - done - 1)

@@ -78,7 +78,9 @@ def cost(rounds: int) -> float:
     source = text(REMEMBERED[-1], rng)
     start = time.process_time()
     proposers = {
-        size: fill(SuffixProposer(SuffixConfig(max_remembered_tokens=size)), source[:size])
+        size: fill(
+            SuffixProposer(SuffixConfig(tree=False, max_remembered_tokens=size)), source[:size]
+        )
         for size in REMEMBERED
     }
     took = time.process_time() - start
@@ -124,12 +126,12 @@ def cost(rounds: int) -> float:
 def memory(source: Sequence[int], name: str) -> None:
     """Print what a full memory and a request's contexts take, by token."""
     tracemalloc.start()
-    proposer = fill(SuffixProposer(SuffixConfig()), source)
+    proposer = fill(SuffixProposer(SuffixConfig(tree=False)), source)
     held, num_tokens = tracemalloc.get_traced_memory()[0], proposer.memory.num_tokens
     print(f"{name}: {num_tokens} tokens remembered, {held / num_tokens:.0f} bytes each", end="")
     del proposer
     before = tracemalloc.get_traced_memory()[0]
-    proposer = SuffixProposer(SuffixConfig())
+    proposer = SuffixProposer(SuffixConfig(tree=False))
     ids = source[: CONTEXTS[-1]]
     proposer.propose(DraftInput([DraftRequest("x", ids, 1, 16, num_prompt_tokens=1)]))
     held = tracemalloc.get_traced_memory()[0] - before
@@ -189,12 +191,14 @@ def passes(rows: Sequence[dict[str, list[int]]], ks: Sequence[int]) -> None:
     for k in ks:
         for name in ("ngram", "suffix"):
             proposer: Proposer = (
-                SuffixProposer(SuffixConfig()) if name == "suffix" else NgramProposer(NgramConfig())
+                SuffixProposer(SuffixConfig(tree=False))
+                if name == "suffix"
+                else NgramProposer(NgramConfig(tree=False))
             )
             for number in ("first", "second"):
                 print(f"{f'{name}, k={k}, {number} pass':45} {replay(proposer, rows, k, number)}")
     for settings in GRID:
-        by = SuffixProposer(SuffixConfig(**settings))
+        by = SuffixProposer(SuffixConfig(tree=False, **settings))
         told = ", ".join(f"{name}={value}" for name, value in settings.items()) or "defaults"
         for number in ("first", "second"):
             print(f"{f'{told}, {number}':45} {replay(by, rows, ks[-1], number)}", flush=True)

@@ -90,12 +90,13 @@ class Engine:
     ) -> Draft:
         self.drafter.num_rows.clear()
         batch = self.batch(requests, sampler)
-        positions = batch.positions
+        positions, starts = batch.positions, batch.row_starts
         assert positions is not None
+        assert starts is not None
         tokens = [
             request.token_ids[position]
             for i, request in enumerate(requests)
-            for position in positions[batch.row_starts[i] : batch.row_starts[i + 1]].tolist()  # type: ignore[index]
+            for position in positions[starts[i] : starts[i + 1]].tolist()
         ]
         hidden = self.drafter.features[torch.tensor(tokens, dtype=torch.int64)]
         return self.trees.draft(batch, self.drafter, hidden=hidden, **settings)
@@ -103,7 +104,7 @@ class Engine:
     def batch(
         self, requests: Sequence[DraftRequest], sampler: StepSampler | None = None
     ) -> DraftInput:
-        starts, positions = [0], []
+        starts, positions = [0], list[int]()
         for request in requests:
             assert self.kv.hold(request.req_id, 60)
             first, end = self.handed.get(request.req_id, 0), len(request.token_ids) - 1

@@ -82,7 +82,7 @@ class EngineRules(StateRules):
         length = 12 + self.num_output_tokens
         ample = self.run_and_compare(self.first_model, prompts, params, max_model_len=length)
         small = self.run_and_compare(
-            self.first_model, prompts, params, max_model_len=length, num_blocks=length // 4 + 2
+            self.first_model, prompts, params, max_model_len=length, num_blocks=length // 4 + 3
         )
         check(small.stats.num_preemptions > 0, "nothing was preempted")
         if not self.learns_from_steps:

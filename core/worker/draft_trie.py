@@ -85,11 +85,11 @@ def merge(
     on_chain = []
     parent = -1
     for token_id in chain[: min(k, max_depth)]:
-        number = growth.child(parent, token_id)
-        if number is None or tree.log_probs[number] < least:
+        child = growth.child(parent, token_id)
+        if child is None or tree.log_probs[child] < least:
             break
-        on_chain.append(number)
-        parent = number
+        on_chain.append(child)
+        parent = child
     kept = set(on_chain)
     missing = [number for number in on_chain if number not in set(numbers)]
     # What is dropped for them has no node below it that stays: that would be less likely yet.

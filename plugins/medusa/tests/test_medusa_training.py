@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,17 @@ def test_new_heads_say_what_the_target_says() -> None:
     ]
     hits = [row[valid].tolist() for row, valid in zip(found.hits, found.valid, strict=True)]
     assert hits == guesses
+
+
+def test_accuracies_are_measured_on_whole_texts_and_kept(tmp_path: Path) -> None:
+    target = tiny_models.llama()
+    heads = trainable(target, training_batches.draft_ids(80), num_heads=2)
+    batch = training_batches.batch(target, training_batches.texts())
+    found = heads(batch)
+    heads.save_measured(tmp_path, [batch, batch])
+    fields = json.loads((tmp_path / "accuracies.json").read_text(encoding="utf-8"))
+    first = found.valid[:, 0]
+    hits = int((found.hits[:, 0] & first).sum())
+    assert fields["tokens"][0] == 2 * int(first.sum())
+    share = max(2 * hits, 0.5) / fields["tokens"][0]  # never right counts as half of once
+    assert fields["heads"][0][0] == pytest.approx(share, abs=1e-5)

@@ -389,6 +389,7 @@ def test_needs_are_known_before_any_weight_is_read(tmp_path: Path, count: int) -
         embeddings=True,
         lm_head=True,
         sampled=True,
+        tree=count == 1,
         max_context=128,
     )
     assert not spec.needs(MTPConfig(drafter=str(folder), sample=False), model().config).sampled

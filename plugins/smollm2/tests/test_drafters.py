@@ -98,6 +98,8 @@ def trained(tmp_path: Path) -> Path:
         (folder / "model.safetensors").chmod(0o600)
         (folder / "config.json").write_text("{}\n")
         (folder / "curve.svg").write_text("<svg/>\n")
+        for file in MORE_FILES.get(f"smollm2-{proposer}", ()):
+            (folder / file).write_text("{}\n")
     rows = [
         {
             "proposer": proposer,

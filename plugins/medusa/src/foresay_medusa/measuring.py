@@ -52,7 +52,7 @@ class Measuring:
             tokens = self._tokens[number]
             heads.append([_share(value, tokens) for value in self._right[number].tolist()])
             promised.append([_share(value, tokens) for value in self._promised[number].tolist()])
-        fields = {
+        fields: dict[str, list[list[float]] | list[int]] = {
             "heads": heads,
             "promised": promised,
             "tokens": [self._tokens[number] for number in reached],
@@ -77,6 +77,7 @@ def _share(value: float, tokens: int) -> float:
 
 
 def _rows(value: list[list[float]] | list[int]) -> str:
+    """Return JSON with a line for each row."""
     if value and isinstance(value[0], list):
         return "[\n" + ",\n".join(f"    {json.dumps(row)}" for row in value) + "\n  ]"
     return json.dumps(value)
