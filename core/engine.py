@@ -338,6 +338,4 @@ def _control(speculative: SpeculativeConfig, runner: Runner) -> DraftControl | N
     table = speculative.draft_tokens_by_batch
     if table is None and not speculative.adaptive:
         table = {1: most}
-    return DraftControl(
-        members, table, trees=runner.tree_members, max_contexts=runner.max_contexts
-    )
+    return DraftControl(members, table, trees=runner.tree_members, max_contexts=runner.max_contexts)

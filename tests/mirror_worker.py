@@ -4,8 +4,8 @@
 memory": what it writes for a position is a function of everything before it, read back from that
 memory, so a wrong block table, a wrong prefix hit or an overwritten slot makes it read something
 other than the chain of the tokens, and that fails at once. Of a draft tree every node reads what
-its parent wrote, and what was accepted is moved to where it belongs. Its next token is a function of the
-chain, so `Case.plain` can say what plain decoding gives without scheduler, blocks or drafts.
+its parent wrote, and what was accepted is moved to where it belongs. Its next token is a function
+of the chain, so `Case.plain` can say what plain decoding gives without scheduler, blocks or drafts.
 """
 
 from __future__ import annotations
@@ -337,7 +337,7 @@ class MirrorWorker:
         return DraftTokenIds(drafts, lengths, num_stored_tokens=stored, parents=trees)
 
     def _tree(self, held: Held, num_nodes: int) -> tuple[list[int], list[int]]:
-        """Return tokens and parents of a tree in which the right ones stand among wrong siblings."""
+        """Return tokens and parents of a tree; the right ones stand among wrong siblings."""
         token_ids: list[int] = []
         parents: list[int] = []
         ways = {-1: list(held.token_ids)}

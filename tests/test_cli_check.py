@@ -267,9 +267,9 @@ def test_a_drafter_that_is_right_once_a_step_is_bad_and_good_where_it_drafts_one
             "(dropped 1x, raised 3x)",
             {"raised": 3, "dropped": 1},
         ),
-        # Two accepted of three: after the first token five steps of three a prompt, and each time,
-        # after the last step too (what is left is settled after the draft), a bad id.
-        ("out of range", "bad: the proposer broke its contract (bad_id 12x)", {"bad_id": 12}),
+        # Two accepted of three: after the first token five steps of three a prompt, and each time
+        # but after the last a bad id.
+        ("out of range", "bad: the proposer broke its contract (bad_id 10x)", {"bad_id": 10}),
         ("silent", "bad: nothing was drafted in 34 steps", {}),
     ],
 )

@@ -39,6 +39,7 @@ from torch.overrides import TorchFunctionMode
 from foresay import LLM, SamplingParams
 from foresay.core.messages import DraftPlan, SamplingData
 from foresay.core.proposer import DraftInput, DraftRequest
+from foresay.core.worker import chain
 from foresay.core.worker.chain import Drafted as ChainDraft
 from foresay.core.worker.chain import ProposerChain
 from foresay.core.worker.draft_sampler import DraftProbs, DrawRequest, StepSampler
@@ -359,13 +360,17 @@ def run(
         for request in requests:
             draft = drafted.get(request.req_id)
             found.drafts[tuple(request.token_ids)] = Ended(
-                request.k, plans[request.req_id].min_confidence, draft.token_ids if draft else []
+                min(request.k, request.max_depth),
+                plans[request.req_id].min_confidence,
+                draft.token_ids if draft else [],
             )
         return drafted
 
     with monkeypatch.context() as patches:
         patches.setattr(TokenPicker, "pick", watched_pick)
         patches.setattr(ProposerChain, "propose", planned)
+        # The engine has greedy requests' chains end so; it would be exact for sampled ones, too.
+        patches.setattr(chain, "is_greedy", lambda _sampling: True)
         settings = {"strict": True, "block_size": 4, "adaptive": False, **settings}
         with LLM(model=target(), num_speculative_tokens=4, **settings) as llm:
             outputs = llm.generate(PROMPTS, PARAMS)
@@ -417,6 +422,7 @@ def test_drafters_end_their_drafts_where_their_own_logits_say(
     proposer, save = DRAFTERS[name]
     settings = {
         "proposer": proposer, "drafter": str(save(tmp_path)), "verification": verification,
+        "proposer_settings": {} if proposer == "draft_model" else {"tree": False},
     }  # fmt: skip
     whole = run(monkeypatch, [0.0] * len(PROMPTS), settings)
     assert all(len(draft.token_ids) == draft.k for draft in whole.drafts.values())

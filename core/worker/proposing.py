@@ -30,10 +30,10 @@ class GuardedProposer:
 
     The kinds are "raised" (it raised, or what it returned is no `Draft`), "too_long", "bad_id" and
     "not_as_drawn" (it returned something else than it drew through the sampler) and
-    "not_stored" (it left positions out of its KV layers); of trees also those of `checked_tree`. After three failing calls in a row the
-    proposer is dropped for the engine's life; at once, if it has hidden states or KV layers to
-    keep up with, and when something was not stored. That is counted too, as "dropped". In strict
-    mode every fault raises `ProposerError` instead.
+    "not_stored" (it left positions out of its KV layers); of trees also those of `checked_tree`.
+    After three failing calls in a row the proposer is dropped for the engine's life; at once, if it
+    has hidden states or KV layers to keep up with, and when something was not stored. That is
+    counted too, as "dropped". In strict mode every fault raises `ProposerError` instead.
 
     What a request drew through the sampler is its draft, whatever is returned, and if `propose`
     raises afterwards: had it been dropped for what it is, the text's distribution would change.
