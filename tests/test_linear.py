@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -150,10 +152,24 @@ def test_the_dtype_of_the_products(dtype: torch.dtype, device: str, expected: to
     assert compute_dtype(dtype, torch.device(device)) == expected
 
 
-def test_bfloat16_is_native_where_onednn_says_so() -> None:
-    native = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    assert computes_natively(torch.bfloat16) is native
-    expected = torch.bfloat16 if native else torch.float32
+@pytest.mark.parametrize(
+    ("machine", "avx512_bf16", "amx", "native"),
+    [
+        ("x86_64", False, False, False),  # the kernels take it, and widen every weight
+        ("x86_64", True, False, True),
+        ("AMD64", False, True, True),
+        ("aarch64", False, False, True),
+    ],
+)
+def test_bfloat16_is_native_where_the_cpu_has_instructions_for_it(
+    machine: str, avx512_bf16: bool, amx: bool, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    onednn = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    assert computes_natively(torch.bfloat16) is (onednn and native)
+    expected = torch.bfloat16 if onednn and native else torch.float32
     assert compute_dtype(torch.bfloat16, CPU) == expected
 
 
