@@ -160,6 +160,8 @@ class StepSampler:
         log_probs = torch.full((len(rows), width), -torch.inf)
         scores = columns.gather(logits)  # [len(rows), num_columns]
         greedy = [i for i, draft in enumerate(nodes) if is_greedy(draft.sampling)]
+        if len(greedy) == len(rows) and scores.shape[1] >= width:
+            return self._likeliest_children(scores, width, columns)
         if greedy:
             chosen = scores if len(greedy) == len(rows) else scores[greedy]
             best, found = (part.cpu() for part in likeliest(chosen, width))
@@ -178,6 +180,17 @@ class StepSampler:
             token_ids[i, : len(ids)] = torch.tensor(ids)
             log_probs[i, : len(ids)] = torch.tensor(shares)
         return DraftChildren(token_ids.to(logits.device), log_probs.to(logits.device))
+
+    def _likeliest_children(
+        self, scores: torch.Tensor, width: int, columns: _Columns
+    ) -> DraftChildren:
+        """Return the best children of greedy requests. `scores` [n, num_columns >= width]."""
+        best, log_probs = likeliest(scores, width)
+        num_without = int((log_probs[:, 0] == -torch.inf).sum())
+        self.faults["non_finite_draft"] += num_without
+        if columns.token_ids is not None:
+            best = columns.token_ids[best].masked_fill_(log_probs == -torch.inf, 0)
+        return DraftChildren(best, log_probs)
 
     def drawn(self, row: int) -> list[int] | None:
         """Return what was drawn for a request, which is its draft; None: it was never drawn for."""
@@ -369,7 +382,7 @@ class _Columns:
     def are_of(self, draft_vocab: int, draft_to_target: torch.Tensor | None) -> bool:
         """Whether these are the columns of such a draft vocabulary."""
         own_vocab, own_map = self._source
-        if own_map is None or draft_to_target is None:
+        if own_map is None or draft_to_target is None or own_map is draft_to_target:
             return own_map is draft_to_target and own_vocab == draft_vocab
         return torch.equal(own_map, draft_to_target)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 _BLOCK = 64
+_FEW = 16384  # numbers of which the largest are found as fast at once
 
 
 def likeliest(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,6 +20,9 @@ def likeliest(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Ten
     """
     width = min(width, logits.shape[1])
     tops, best = _top(logits, min(width + 1, logits.shape[1]))  # NaN comes first
+    if tops.shape[1] > 1 and _are_plain(tops):
+        tops = tops[:, :width].to(torch.float32)
+        return best[:, :width], tops - logits.to(torch.float32).logsumexp(dim=1, keepdim=True)
     if logits.shape[1] > width:
         # Which of equals are left out is not for topk to say.
         is_cut = (tops[:, -1] == tops[:, -2]) & tops[:, -1].isfinite()
@@ -35,6 +39,12 @@ def likeliest(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Ten
     )
 
 
+def _are_plain(tops: torch.Tensor) -> bool:
+    """Whether all are finite and no two of a row are equal; `tops` descend in each row."""
+    least, largest = (tops[:, :-1] - tops[:, 1:]).aminmax()
+    return float(least) > 0 and float(largest) < torch.inf  # NaN is neither
+
+
 def _top(logits: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each row's n largest values and where they are; which of equals is left open.
 
@@ -43,7 +53,7 @@ def _top(logits: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
     num_rows, num_columns = logits.shape
     num_blocks, rest = divmod(num_columns, _BLOCK)
-    if rest or num_blocks < 4 * n:
+    if rest or logits.numel() <= _FEW or num_blocks < 4 * n:
         tops, columns = logits.topk(n)
         return tops, columns
     blocks = logits.reshape(num_rows, num_blocks, _BLOCK)
