@@ -23,6 +23,7 @@ class Capture:
         self.layers = tuple(layers)
         self._hidden: torch.Tensor | None = None
         self._streams: dict[int, torch.Tensor] = {}
+        self._stacked: dict[tuple[int, ...], torch.Tensor] = {}  # for all requests of the pass
 
     def put_hidden(self, hidden: torch.Tensor) -> None:
         """Keep the input of the lm_head: [num_tokens, hidden_size]."""
@@ -41,4 +42,7 @@ class Capture:
 
     def streams(self, layers: Sequence[int]) -> torch.Tensor:
         """Return the streams entering `layers`, in that order: [num_tokens, n, hidden_size]."""
-        return torch.stack([self._streams[layer] for layer in layers], dim=1)
+        key = tuple(layers)
+        if key not in self._stacked:
+            self._stacked[key] = torch.stack([self._streams[layer] for layer in key], dim=1)
+        return self._stacked[key]
