@@ -17,11 +17,12 @@ from foresay.core.errors import EngineError, WorkerDiedError
 from foresay.core.generation import Generation
 from foresay.core.messages import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from foresay.core.plugins import PluginManager
+from foresay.core.proposer import draft_depths
 from foresay.core.runner import Runner
 from foresay.core.scheduling.draft_control import DraftControl
 from foresay.core.scheduling.request import RequestStatus
 from foresay.core.scheduling.scheduler import RequestUpdate, Scheduler, SchedulerConfig
-from foresay.core.stats import RunStats, StepStats, draft_depth
+from foresay.core.stats import RunStats, StepStats
 
 if TYPE_CHECKING:
     import torch
@@ -252,7 +253,9 @@ class Engine:
             generation = self._owners[req_id]
             proposer = self._proposers.pop(req_id, self._runner.proposer_name)
             parents = self._parents.pop(req_id, None)
-            depth = None if parents is None else draft_depth(parents[: update.num_draft_tokens])
+            depth = None
+            if parents is not None:
+                depth = max(draft_depths(parents[: update.num_draft_tokens]), default=0)
             num_emitted = len(update.new_token_ids)
             if self.control is not None:
                 self.control.add_verified(req_id, update.num_draft_tokens, update.accepted_drafts)

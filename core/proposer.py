@@ -292,6 +292,14 @@ class Draft:
     parents: list[list[int] | None] | None = None
 
 
+def draft_depths(parents: Sequence[int]) -> list[int]:
+    """Return how deep each node of a draft tree lies, given its `parents`; 1: at the top."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
 @runtime_checkable
 class Proposer(Protocol):
     """A drafting algorithm. `propose` is the only method it must have.

@@ -34,7 +34,7 @@ A ratio of nothing (0/0) is None in data and prints as `n/a`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,14 +47,6 @@ def ratio(numerator: float, denominator: float) -> float | None:
 def show(figure: float | None, format_spec: str = ".2f") -> str:
     """Print a figure: `n/a` for None."""
     return "n/a" if figure is None else format(figure, format_spec)
-
-
-def draft_depth(parents: Sequence[int]) -> int:
-    """Return how deep a draft tree is, given the place of the node above each (-1: none)."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return max(depths, default=0)
 
 
 @dataclass(slots=True)

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from foresay.core.worker.draft_tree import DraftTree, children, depths, is_chain
+from foresay.core.proposer import draft_depths
+from foresay.core.worker.draft_tree import DraftTree, is_chain, subtree
 
 LOG_HALF = math.log(0.5)
 
@@ -89,9 +90,9 @@ def test_best_choices_are_trees_and_parents_come_first() -> None:
         assert found == sorted(found, reverse=True)
 
 
-def test_depths_children_and_chains_of_parents() -> None:
-    assert depths([-1, 0, -1, 2, 0, 3]) == [1, 2, 1, 2, 2, 3]
-    assert children([-1, 0, -1, 2, 0, 3]) == {-1: [0, 2], 0: [1, 4], 2: [3], 3: [5]}
+def test_depths_chains_and_subtrees_of_parents() -> None:
+    assert draft_depths([-1, 0, -1, 2, 0, 3]) == [1, 2, 1, 2, 2, 3]
+    assert subtree([-1, 0, -1, 2, 0, 3], [0, 2, 3, 4]) == [-1, -1, 1, 0]
     assert is_chain([])
     assert is_chain([-1, 0, 1])
     assert not is_chain([-1, -1])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foresay.core.worker.draft_tree import depths
+from foresay.core.proposer import draft_depths
 from foresay.core.worker.draft_trie import NOTHING, Continuation, Merged, merge
 
 ODDS = (0.0, 0.5, 1.0, 3.0)
@@ -154,7 +154,7 @@ def test_the_tree_has_the_likeliest_nodes_of_all(
         assert -1 <= parent < len(got)
         got.append((*(() if parent < 0 else got[parent]), token_id))
     assert len(set(got)) == len(got) <= k
-    assert max(depths(merged.parents), default=0) <= max_depth
+    assert max(draft_depths(merged.parents), default=0) <= max_depth
     assert merged.probabilities == pytest.approx(sorted(merged.probabilities, reverse=True))
     for way, p in zip(got, merged.probabilities, strict=True):
         assert p == pytest.approx(by_definition(continuations, way))

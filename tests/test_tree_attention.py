@@ -10,6 +10,7 @@ import pytest
 import tiny_models
 import torch
 
+from foresay.core.proposer import draft_depths
 from foresay.core.worker import attention_rules, draft_tree
 from foresay.core.worker.attention import (
     AttentionMetadata,
@@ -68,7 +69,7 @@ class Request:
         self.query = random(num_heads, head_dim)
         self.key, self.value = random(num_kv_heads, head_dim), random(num_kv_heads, value_dim)
         self.positions = np.array(
-            [*range(first), *(first - 1 + depth for depth in draft_tree.depths(parents))]
+            [*range(first), *(first - 1 + depth for depth in draft_depths(parents))]
         )
 
     def path(self, node: int) -> list[int]:
@@ -300,7 +301,7 @@ def test_columns_follow_the_rules_that_kernels_set(block: int) -> None:
     rng = np.random.default_rng(3)
     for _ in range(60):
         first, parents = int(rng.integers(1, 600)), random_tree(rng, int(rng.integers(1, 40)))
-        depths = draft_tree.depths(parents)
+        depths = draft_depths(parents)
         computed: list[int] = []
         members = tree_columns(
             first, np.array(parents), np.arange(-1, len(parents)), AttentionRules(tree_block=block)
@@ -385,7 +386,7 @@ class Run:
         if tree is not None:
             first, parents = tree
             trees = [TreeLayout(first, np.array(parents), np.maximum(places - first, -1))]
-            depths = [first - 1 + depth for depth in draft_tree.depths(parents)]
+            depths = [first - 1 + depth for depth in draft_depths(parents)]
             positions = np.append(places[: first - start], depths)
         slots = self.order[: len(ids)]
         metadata = AttentionMetadata.build(

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from foresay.core.messages import SamplingData
-from foresay.core.proposer import Draft, DraftInput, DraftRequest, KVLayer, KVRows
+from foresay.core.proposer import Draft, DraftInput, DraftRequest, KVLayer, KVRows, draft_depths
 from foresay.core.worker.calibration import Calibration
 from foresay.core.worker.draft_sampler import DrawRequest, StepSampler
-from foresay.core.worker.draft_tree import DraftTree, depths
+from foresay.core.worker.draft_tree import DraftTree
 from foresay.core.worker.drafter_kv import PrivateKV, StepKV
 from foresay.core.worker.drafting import draft
 from foresay.core.worker.tree_drafting import TreeDrafter
@@ -155,7 +155,7 @@ def check(
     assert len(token_ids) == len(best) <= request.k
     assert parents is not None
     assert (token_ids, parents) == tree.draft(best)
-    assert not token_ids or max(depths(parents)) <= min(4, request.max_depth)
+    assert not token_ids or max(draft_depths(parents)) <= min(4, request.max_depth)
     assert len(growth.row_parents) <= max(request.k - 1, 0)
     return len(growth.drafter_log_probs)
 

@@ -92,22 +92,6 @@ def is_chain(parents: Sequence[int]) -> bool:
     return all(parent == place - 1 for place, parent in enumerate(parents))
 
 
-def depths(parents: Sequence[int]) -> list[int]:
-    """Return how deep each node lies; 1: a child of the root. Parents come before children."""
-    found: list[int] = []
-    for parent in parents:
-        found.append(1 if parent < 0 else found[parent] + 1)
-    return found
-
-
-def children(parents: Sequence[int]) -> dict[int, list[int]]:
-    """Return the children of each node that has any; -1 is the root."""
-    found: dict[int, list[int]] = {}
-    for place, parent in enumerate(parents):
-        found.setdefault(parent, []).append(place)
-    return found
-
-
 def subtree(parents: Sequence[int], places: Sequence[int]) -> list[int]:
     """Return the parents of the nodes at some places, ascending, which are a tree themselves."""
     new = {-1: -1} | {place: number for number, place in enumerate(places)}

@@ -19,11 +19,11 @@ from foresay.core.messages import (
     NewRequest,
     SchedulerOutput,
 )
-from foresay.core.proposer import DraftRequest
+from foresay.core.proposer import DraftRequest, draft_depths
 from foresay.core.worker.attention import AttentionMetadata, TreeLayout
 from foresay.core.worker.capture import Capture
 from foresay.core.worker.chain import Drafted, ProposerChain
-from foresay.core.worker.draft_tree import depths, subtree
+from foresay.core.worker.draft_tree import subtree
 from foresay.core.worker.hidden_states import hidden_states
 from foresay.core.worker.kv_cache import KVCache
 from foresay.core.worker.rejection_sampler import VerifyRequest, VerifyResult, verify
@@ -301,7 +301,7 @@ class ModelRunner:
             parents = state.parents_of(drafts)
             if parents is not None:
                 first = end - len(drafts)
-                positions[-1][first - start :] = first - 1 + np.asarray(depths(parents))
+                positions[-1][first - start :] = first - 1 + np.asarray(draft_depths(parents))
                 nodes = np.arange(start - first, len(drafts)).clip(min=-1)
                 trees[-1] = TreeLayout(first, np.asarray(parents), nodes)
             slots.append(state.blocks.slots(end))

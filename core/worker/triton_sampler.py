@@ -21,8 +21,8 @@ import numpy as np
 import torch
 import triton
 
+from foresay.core.proposer import draft_depths
 from foresay.core.worker.draft_sampler import DraftProbs
-from foresay.core.worker.draft_tree import depths
 from foresay.core.worker.filter_bounds import filter_bounds, is_filtered
 from foresay.core.worker.kernels import rejection, rows
 from foresay.core.worker.rejection_sampler import VerifyRequest, VerifyResult, drawn_from
@@ -303,7 +303,7 @@ class _Tables:
         for start, request in zip(starts.tolist(), requests, strict=False):
             if parents := request.parents:
                 end = start + len(parents)
-                by_row[5, start + 1 : end + 1] = depths(parents)
+                by_row[5, start + 1 : end + 1] = draft_depths(parents)
                 by_row[6, start:end] = parents
         # Greedy rows are not divided by a temperature; their scores are their logits.
         settings = np.array([(_temperature(r), r.sampling.min_p) for r in requests])
