@@ -211,7 +211,7 @@ class SpeculativeConfig(_Frozen):
     draft_tokens_by_batch: dict[int, int] | None = Field(
         default=None,
         description="Draft tokens by the number of requests in a step instead: the entry of the "
-        "largest number that is not above it.",
+        "largest number that is not above it. None of them above num_speculative_tokens.",
     )
 
     @field_validator("draft_tokens_by_batch")
@@ -236,7 +236,8 @@ class SpeculativeConfig(_Frozen):
     verification: Literal["auto", "coupled", "rejection", "block"] = Field(
         default="auto",
         description="How drafts that were sampled are verified; 'auto': 'coupled' for requests "
-        "with a seed, whose text then depends on the seed alone, else 'block'.",
+        "with a seed, whose text then depends on the seed alone, else 'block'. Trees, and chains "
+        "drawn beside sampled trees, follow the seed whatever this says.",
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from foresay.core.config import EngineConfig, SpeculativeConfig
-from foresay.core.errors import EngineError, WorkerDiedError
+from foresay.core.errors import ConfigError, EngineError, WorkerDiedError
 from foresay.core.generation import Generation
 from foresay.core.messages import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from foresay.core.plugins import PluginManager
@@ -341,4 +341,9 @@ def _control(speculative: SpeculativeConfig, runner: Runner) -> DraftControl | N
     table = speculative.draft_tokens_by_batch
     if table is None and not speculative.adaptive:
         table = {1: most}
+    elif table is not None and max(table.values()) > most:
+        raise ConfigError(
+            f"draft_tokens_by_batch={table!r}: the proposers draft at most {most} tokens a step; "
+            "raise num_speculative_tokens, or lower the table"
+        )
     return DraftControl(members, table, trees=runner.tree_members, max_contexts=runner.max_contexts)

@@ -48,13 +48,17 @@ class DraftPlan:
     """How a request is to be drafted for, where that is decided by what drafts are worth.
 
     `num_draft_tokens[m]`: the most draft tokens of member m of the chain of proposers; 0: it is not
-    asked. `min_confidence`: a draft ends where the drafter's own probability that all of it is
-    right, as far as it is known before the next token is drawn, falls below this. A tree leaves out
-    the nodes whose way from the root is less likely to be right.
+    asked. `min_confidence[m]` (0 if there is none): its draft ends where the drafter's own
+    probability that all of it is right, as far as it is known before the next token is drawn, falls
+    below this. A tree leaves out the nodes whose way from the root is less likely to be right.
     """
 
     num_draft_tokens: tuple[int, ...]
-    min_confidence: float = 0.0
+    min_confidence: tuple[float, ...] = ()
+
+    def confidence_of(self, member: int) -> float:
+        """Return the least confidence of a member's draft."""
+        return self.min_confidence[member] if self.min_confidence else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,8 @@ class ProposerConfig(BaseModel):
     num_speculative_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Most tokens to draft per step; None: the proposer's own best, at most 5.",
+        description="Most tokens to draft per step, of a tree nodes; None: the proposer's own "
+        "best, at most 5, of a tree 16.",
     )
     drafter: str | None = Field(
         default=None, description="The drafter's weights: a folder or a registered name."
@@ -118,8 +119,9 @@ class DraftRequest:
     prediction_ids: Sequence[int] = ()
     num_prompt_tokens: int = 0  # the first of `token_ids`; what follows is output
     # The draft ends where the drafter's probability that it is right so far, known before the next
-    # token is picked, falls below this: see `foresay.core.worker.confidence`. 0: draft k. A
-    # proposer may ignore it, but not cut a sampled draft for what was drawn: that is not exact.
+    # token is picked, falls below this: see `foresay.core.worker.confidence`. 0: draft k. A tree
+    # leaves out nodes whose way from the root is less likely to be right than this. A proposer may
+    # ignore it, but not cut a sampled draft for what was drawn: that is not exact.
     min_confidence: float = 0.0
     # Most draft tokens of a path from a tree's root to a leaf: what a step can commit. With k >= 1
     # it is at least 1; who did not declare `Needs.tree` has a k that is not above it.
@@ -184,7 +186,8 @@ class DraftSampler(Protocol):
         tokens are sampled they are those with the largest sum of log probability and the very
         noise that the target's token is drawn with at that position: the first one is the coupled
         draw. A tree is verified by the deterministic rule, so this is exact. A request either
-        draws its draft or has it made of these.
+        draws its draft or has it made of these. Raises `ValueError` unless `Needs.tree` was
+        declared.
         """
         ...
 

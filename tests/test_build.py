@@ -244,6 +244,19 @@ def test_the_number_of_draft_tokens(
     assert runner.summary.endswith(f"; proposer: fake, {expected} tokens a step at most")
 
 
+@pytest.mark.parametrize(
+    ("max_num_seqs", "draft_slots", "expected"),
+    [(8, 0, 16), (128, 0, 15), (128, 1, 14), (300, 0, 5)],
+)
+def test_a_tree_has_16_nodes_or_what_the_rows_of_a_step_allow(
+    model: Any, max_num_seqs: int, draft_slots: int, expected: int
+) -> None:
+    manager = plugins(spec(needs=Needs(tree=True, draft_slots=draft_slots)))
+    runner = build(manager, model, max_num_seqs=max_num_seqs)
+    assert runner.num_speculative_tokens == expected
+    assert runner.tree_members == ("fake",)
+
+
 def test_it_may_be_asked_for_among_the_proposers_settings(model: Any) -> None:
     settings = {"proposer_settings": {"num_speculative_tokens": 8}}
     runner = build(plugins(spec()), model, speculative=settings)
@@ -314,6 +327,7 @@ def test_wrong_settings_are_refused(
         ({"num_speculative_tokens": 3}, "num_speculative_tokens"),
         ({"proposer_settings": {"reach": 3}}, "proposer_settings"),
         ({"drafter": "x", "num_speculative_tokens": 3}, "num_speculative_tokens, drafter"),
+        ({"draft_tokens_by_batch": {1: 2}}, "draft_tokens_by_batch"),
     ],
 )
 @pytest.mark.parametrize("proposer", [None, "auto"])

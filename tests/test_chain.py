@@ -211,7 +211,7 @@ def test_a_tree_comes_with_its_parents_and_counts_nodes() -> None:
     assert proposers.tree_members == ("b",)
     (asked,) = requests("x")
     asked = replace(asked, max_depth=2)
-    plans = {"x": DraftPlan((3, 3, 3), min_confidence=0.4)}
+    plans = {"x": DraftPlan((3, 3, 3), min_confidence=(0.3, 0.4, 0.5))}
     found = proposers.propose([asked], {"x": SAMPLING}, plans=plans)
     assert found == {}  # it did not say that it branches
     assert proposers.take_faults() == {"raised": 1}

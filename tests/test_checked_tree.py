@@ -85,3 +85,13 @@ def test_what_is_left_of_rubbish_is_a_tree() -> None:
         assert len(set(zip(above, kept, strict=True))) == len(kept) <= 8
         assert all(0 <= token_id < 50 for token_id in kept)
         assert bool(faults) or (kept, above) == (ids, parents)
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+def test_what_cannot_be_printed_is_a_fault_like_others() -> None:
+    assert check([1, Unprintable()], [-1, -1]) == ([1], [-1], {"bad_id": 1})
+    assert check([1, 2], [-1, Unprintable()]) == ([1], [-1], {"bad_parent": 1})

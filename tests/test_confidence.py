@@ -355,13 +355,13 @@ def run(
         for request in requests:
             text = list(request.token_ids)
             which = next(i for i, p in enumerate(PROMPTS) if text[: len(p)] == p)
-            plans[request.req_id] = DraftPlan((10,), leasts[which])
+            plans[request.req_id] = DraftPlan((10,), (leasts[which],))
         drafted = propose(self, requests, sampling, slots, plans)
         for request in requests:
             draft = drafted.get(request.req_id)
             found.drafts[tuple(request.token_ids)] = Ended(
                 min(request.k, request.max_depth),
-                plans[request.req_id].min_confidence,
+                plans[request.req_id].confidence_of(0),
                 draft.token_ids if draft else [],
             )
         return drafted

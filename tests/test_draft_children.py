@@ -294,3 +294,19 @@ def test_logits_are_only_read() -> None:
     before = logits.clone()
     sampler_of({}, GREEDY).children(logits, [0, 0], [0, 1], 3)
     assert torch.equal(logits, before)
+
+
+def test_children_are_for_who_declared_that_it_branches() -> None:
+    request = DrawRequest("r", make_sampling(), num_tokens=3, k=2)
+    with pytest.raises(ValueError, match=r"who declared Needs\.tree"):
+        StepSampler([request], 6, may_branch=False).children(torch.zeros(1, 6), [0], [0], 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_with_nan_and_a_tie_has_no_children(dtype: torch.dtype) -> None:
+    logits = torch.zeros(2, 8, dtype=dtype)
+    logits[0, 1], logits[0, 5] = 3, torch.nan
+    columns, log_probs = likeliest(logits, 3)
+    assert columns.tolist() == [[0, 0, 0], [0, 1, 2]]
+    assert log_probs[0].tolist() == [-torch.inf] * 3
+    assert log_probs[1].isfinite().all()

@@ -277,7 +277,7 @@ def test_drafts_end_where_a_token_is_not_worth_its_row() -> None:
     world.run(control, requests, 100)
     plan = requests[0].draft_plan
     assert plan is not None
-    assert 0 < plan.min_confidence < 0.5
+    assert 0 < plan.confidence_of(0) < 0.5
 
 
 def test_a_curve_rises_and_is_straight_between_its_points() -> None:
@@ -382,5 +382,5 @@ def test_a_node_must_be_as_likely_as_its_row_is_dear() -> None:
         control, requests = world.control(), [greedy_request("r")]
         world.run(control, requests, 200)
         kept(control, requests, num_waiting=0)
-        least.append(control._kept["r"].min_confidence)
+        least.append(control._kept["r"].confidence_of(0))
     assert 0 < least[0] < least[1] < 0.5

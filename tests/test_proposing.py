@@ -6,6 +6,7 @@ import logging
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -186,7 +187,7 @@ MALFORMED: dict[str, tuple[Any, str]] = {
     "too many": (Draft([[5]] * 3), "ValueError: propose() drafted for 3 of 2 requests"),
     "a tree": (
         Draft([[5], [9]], parents=[[-1], [-1]]),
-        "ValueError: Draft.parents is set, and Needs.tree was not declared",
+        "ValueError: Draft.parents is set, and Needs.tree was not declared: set ",
     ),
     "an exception": (KeyError("weights"), "KeyError: 'weights'"),
     "a multi-line exception": (RuntimeError("one\n  two"), "RuntimeError: one two"),
@@ -379,3 +380,14 @@ def test_parents_that_do_not_fit_their_tokens_are_no_draft(parents: Any, said: s
     proposer = guarded(Fake(Draft([[5], [9]], parents)), strict=True, may_branch=True)
     with pytest.raises(ProposerError, match=re.escape(said)):
         proposer.propose(batch_of(1, 1))
+
+
+def test_a_list_of_none_means_chains_whoever_gives_it() -> None:
+    proposer = guarded(Fake(Draft([[5, 6], [9]], [None, None])), strict=True)
+    assert proposer.propose(batch_of(2, 1)) == Draft([[5, 6], [9]])
+
+
+def test_a_chain_is_no_longer_than_a_path_may_be() -> None:
+    proposer = guarded(Fake(Draft([[5, 6, 7, 8]])), strict=True, may_branch=True)
+    (asked,) = batch_of(4).requests
+    assert proposer.propose(DraftInput((replace(asked, max_depth=2),))) == Draft([[5, 6]])

@@ -126,7 +126,7 @@ def bench(
                     drafter=each_drafter[name],
                     k=None if name == PLAIN else k,
                     adaptive=adaptive,
-                    by_batch=by_batch,
+                    by_batch=None if name == PLAIN else by_batch,
                     settings=each_settings[name],
                     dtype=dtype,
                     device=device,

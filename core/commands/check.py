@@ -111,6 +111,7 @@ def check(
     name, what = find_proposer(drafter, proposer, plugins)
     is_inside = lies_inside(drafter, name, model, plugins)
     engine = {"dtype": dtype, "device": device}
+    settings = _in_chains(settings, name, plugins)
     subject = _Subject(drafter, name, what, is_inside, model, k, settings, engine, plugins)
     choice = _choose(subject)
     comparison, refusal = _compare(subject, choice)
@@ -132,6 +133,18 @@ def check(
         raise typer.Exit(options.INTERRUPTED)
     if verdict is not None and not verdict.good:
         raise typer.Exit(BAD)
+
+
+def _in_chains(
+    settings: Sequence[str] | None, proposer: str, plugins: PluginManager
+) -> Sequence[str] | None:
+    """Have a proposer draft chains, if it is not told otherwise.
+
+    What is good or bad is known of the likeliest tokens, not of the best of several.
+    """
+    has_trees = "tree" in plugins.resolve_proposer(proposer).config_type.model_fields
+    given = options.parse_settings(settings, proposer)
+    return [*(settings or []), "tree=false"] if has_trees and "tree" not in given else settings
 
 
 def _choose(subject: _Subject) -> Choice:

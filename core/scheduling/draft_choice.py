@@ -212,20 +212,23 @@ class Chooser:
                 found = tried
         return found
 
-    def confidence(self, plan: Plan) -> float:
-        """Return the confidence below which a draft of a plan should end, or a node be left out.
+    def confidence(self, plan: Plan, trees: Sequence[bool]) -> tuple[float, ...]:
+        """Return by member the confidence below which its drafts should end, or lose a node.
 
         A token more takes its row and its part of the drafting; while those seconds last, the plan
-        as a whole makes so many tokens.
+        as a whole makes so many tokens. Of a tree it takes its row only: what drafting takes is a
+        matter of passes, which it shares with others.
         """
-        most = 0.0
-        for number in range(len(self._names)):
+        found = []
+        for number, is_tree in enumerate(trees):
+            seconds = plan.row_seconds
             called = sum(choice.asked[number] for choice in plan.choices)
-            if called:
+            if called and not is_tree:
                 k = max(choice.num_draft_tokens[number] for choice in plan.choices)
                 _, each = self._call(number, max(1, round(called)), k)
-                most = max(most, each / max(1.0, called))
-        return min(plan.rate * (plan.row_seconds + most), _MOST_CONFIDENCE)
+                seconds += each / max(1.0, called)
+            found.append(min(plan.rate * seconds, _MOST_CONFIDENCE))
+        return tuple(found)
 
     def at(self, menus: Sequence[Menu], rate: float, row: float) -> Sequence[Choice]:
         """Return what is best for each request if a second is worth `rate` tokens.

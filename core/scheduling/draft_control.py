@@ -55,7 +55,7 @@ class _Decision:
     """What is done for the requests that may be drafted for."""
 
     choices: Sequence[Choice]
-    confidence: float = 0.0  # below which a draft should end
+    confidence: tuple[float, ...] = ()  # by member, below which a draft should end
     may_stay: bool = False  # whether it may be kept for some steps
     trial: Sequence[Choice] | None = None  # in its place, for one step
 
@@ -215,7 +215,7 @@ class DraftControl:
         self._kept_for = (num_requests, num_waiting > 0)
 
     def _plans(
-        self, requests: Sequence[Request], choices: Sequence[Choice], confidence: float
+        self, requests: Sequence[Request], choices: Sequence[Choice], confidence: tuple[float, ...]
     ) -> dict[str, DraftPlan]:
         return {
             request.req_id: DraftPlan(choice.num_draft_tokens, confidence)
@@ -283,7 +283,7 @@ class DraftControl:
         choices = self._short(menus, best.choices, num_requests) if best.drafts else nothing
         return _Decision(
             choices,
-            self._chooser.confidence(found),
+            self._chooser.confidence(found, [member.is_tree for member in self._members]),
             may_stay=learnt and (choices is best.choices or not best.drafts),
             trial=None if trial is None else trial.choices,
         )

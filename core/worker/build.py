@@ -49,7 +49,9 @@ def build_runner(
     def check(target_config: Any) -> None:
         each_needs[:] = [choice.needs(target_config) for choice in choices]
         nums_draft_tokens[:] = [
-            choice.num_speculative_tokens(needs)
+            choice.num_speculative_tokens(
+                needs, config.max_num_batched_tokens // config.max_num_seqs
+            )
             for choice, needs in zip(choices, each_needs, strict=True)
         ]
 

@@ -230,7 +230,7 @@ class ProposerChain:
                     if plan is not None and (
                         member.needs.tree or is_greedy(sampling[request.req_id])
                     ):
-                        confidence = plan.min_confidence
+                        confidence = plan.confidence_of(number)
                     asked.append(member.request(request, k, confidence))
             if not asked:
                 continue
@@ -344,10 +344,11 @@ class ProposerChain:
                     req_id=request.req_id,
                     sampling=self._drawn_by(sampling[request.req_id]),
                     num_tokens=len(request.token_ids),
-                    k=request.k,
+                    k=min(request.k, request.max_depth),
                 )
                 for request in requests
             ],
             self._vocab_size,
             member.known_maps,
+            may_branch=member.needs.tree,
         )

@@ -6,6 +6,7 @@ hangs on it; what is left is a tree in the same order. Any tree may be verified,
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +38,8 @@ def checked_tree(
             break
         parent_place = as_index(parent)
         if parent_place is None or not -1 <= parent_place < place:
-            fault("bad_parent", f"node {place} hangs on {parent!r}, not on one before it, or -1")
+            shown = reprlib.repr(parent)
+            fault("bad_parent", f"node {place} hangs on {shown}, not on one before it, or -1")
             continue
         if parent_place not in place_of:
             continue
@@ -45,7 +47,8 @@ def checked_tree(
         index = as_index(token_id)
         depth = 1 if at < 0 else depths[at] + 1
         if index is None or not 0 <= index < vocab_size:
-            fault("bad_id", f"{token_id!r} is no token id in range({vocab_size})")
+            shown = reprlib.repr(token_id)
+            fault("bad_id", f"{shown} is no token id in range({vocab_size})")
         elif depth > max_depth:
             fault("too_deep", f"node {place} is {depth} deep, and {max_depth} are of use")
         elif (at, index) in siblings:

@@ -67,10 +67,11 @@ class Choice:
                 )
         return needs
 
-    def num_speculative_tokens(self, needs: Needs) -> int:
+    def num_speculative_tokens(self, needs: Needs, most_rows: int) -> int:
         """Return k: the explicit setting, else the proposer's own default, at most 5.
 
-        Where drafts are trees, k counts nodes, and without a setting there are up to 16.
+        Where drafts are trees, k counts nodes, and without a setting there are up to 16, or as many
+        as leave each request `most_rows` rows of a step; but no less than a chain would have.
         """
         explicit = "num_speculative_tokens" in self.config.model_fields_set
         asked = self.config.num_speculative_tokens
@@ -81,7 +82,10 @@ class Choice:
                     f"{needs.max_draft_tokens} tokens a step"
                 )
             return asked
-        default = DEFAULT_NUM_TREE_NODES if needs.tree else DEFAULT_NUM_SPECULATIVE_TOKENS
+        default = DEFAULT_NUM_SPECULATIVE_TOKENS
+        if needs.tree:
+            most = min(DEFAULT_NUM_TREE_NODES, most_rows - 1 - needs.draft_slots)
+            default = max(default, most)
         own = min(asked or default, default)
         return own if needs.max_draft_tokens is None else min(own, needs.max_draft_tokens)
 
@@ -186,7 +190,12 @@ def _members(name: str) -> list[str]:
 def _refuse_settings_without_proposer(speculative: SpeculativeConfig) -> None:
     given = [
         field
-        for field in ("num_speculative_tokens", "proposer_settings", "drafter")
+        for field in (
+            "num_speculative_tokens",
+            "proposer_settings",
+            "drafter",
+            "draft_tokens_by_batch",
+        )
         if getattr(speculative, field)
     ]
     if given:

@@ -83,14 +83,21 @@ class StepSampler:
         requests: Sequence[DrawRequest],
         vocab_size: int,
         known_maps: list[_Columns] | None = None,
+        *,
+        may_branch: bool = True,
     ) -> None:
         """`vocab_size`: target ids are in range(vocab_size); no other id is ever drawn.
+
+        `may_branch`: whether `children` may be asked for, by who declared `Needs.tree`. They tell
+        of the noise of positions to come, and who knows it must not have its later drafts drawn as
+        if nobody did: see `chain`.
 
         `known_maps` keeps what is worked out of draft vocabularies from one step to the next: the
         same list for all steps of a drafter. Sorting one costs as much as several draws.
         """
         self.faults: Counter[str] = Counter()
         self._vocab_size = vocab_size
+        self._may_branch = may_branch
         self._columns = [] if known_maps is None else known_maps  # drafters have one map
         del self._columns[:-_MOST_MAPS]
         self._drafts = [_Draft(request) for request in requests]
@@ -152,6 +159,8 @@ class StepSampler:
         filters, with the noise added. Raises `ValueError` for a request that wants no draft, or
         that has drawn one in this step.
         """
+        if not self._may_branch:
+            raise ValueError("children are for who declared Needs.tree")
         nodes = self._nodes(logits, depths, rows, width)
         columns = self._columns_of(logits.shape[1], draft_to_target)
         for draft in nodes:
@@ -169,7 +178,7 @@ class StepSampler:
                 best = columns.token_ids.cpu()[best].masked_fill(found == -torch.inf, 0)
             token_ids[greedy, : best.shape[1]] = best
             log_probs[greedy, : best.shape[1]] = found
-            self.faults["non_finite_draft"] += int((found[:, 0] == -torch.inf).sum())
+            self._count_childless(found)
         races: dict[int, Race] = {}
         for i in sorted(set(range(len(rows))).difference(greedy)):
             try:
@@ -186,11 +195,14 @@ class StepSampler:
     ) -> DraftChildren:
         """Return the best children of greedy requests. `scores` [n, num_columns >= width]."""
         best, log_probs = likeliest(scores, width)
-        num_without = int((log_probs[:, 0] == -torch.inf).sum())
-        self.faults["non_finite_draft"] += num_without
+        self._count_childless(log_probs)
         if columns.token_ids is not None:
             best = columns.token_ids[best].masked_fill_(log_probs == -torch.inf, 0)
         return DraftChildren(best, log_probs)
+
+    def _count_childless(self, log_probs: torch.Tensor) -> None:
+        if num_childless := int((log_probs[:, 0] == -torch.inf).sum()):
+            self.faults["non_finite_draft"] += num_childless
 
     def drawn(self, row: int) -> list[int] | None:
         """Return what was drawn for a request, which is its draft; None: it was never drawn for."""

@@ -1,4 +1,4 @@
-"""Draft trees: putting one together, and learning how far a drafter's confidence can be trusted.
+"""Draft trees: putting one together from candidates, and cutting it.
 
 A tree verifies several continuations at once. Its nodes are draft tokens; the root is the last
 committed token and is no node. Knows tokens, parents and probabilities; no model and no cache.

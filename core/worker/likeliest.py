@@ -25,7 +25,7 @@ def likeliest(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Ten
         return best[:, :width], tops - logits.to(torch.float32).logsumexp(dim=1, keepdim=True)
     if logits.shape[1] > width:
         # Which of equals are left out is not for topk to say.
-        is_cut = (tops[:, -1] == tops[:, -2]) & tops[:, -1].isfinite()
+        is_cut = (tops[:, -1] == tops[:, -2]) & tops[:, -1].isfinite() & ~tops[:, 0].isnan()
         for row in is_cut.nonzero().squeeze(1).tolist():
             candidates = (logits[row] >= tops[row, -1]).nonzero().squeeze(1)
             order = logits[row, candidates].sort(descending=True, stable=True).indices

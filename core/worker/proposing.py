@@ -131,6 +131,8 @@ class GuardedProposer:
         """Cut a draft to its k and before its first id that is no token; both are exact."""
         checked: list[int] = []
         for token_id in ids:
+            if len(checked) == request.max_depth < request.k:
+                break  # more would be of no use
             if len(checked) == request.k:
                 self._fault("too_long", f"more drafts than the {request.k} wanted")
                 break
@@ -186,9 +188,12 @@ def _drafts(
         raise ValueError(f"propose() drafted for {len(token_ids)} of {len(requests)} requests")
     trees: Sequence[Any] = [None] * len(requests)
     if getattr(draft, "parents", None) is not None:
-        if not may_branch:
-            raise ValueError("Draft.parents is set, and Needs.tree was not declared")
         trees = _sequence(draft.parents, "Draft.parents")
+        if not may_branch and any(tree is not None for tree in trees):
+            raise ValueError(
+                "Draft.parents is set, and Needs.tree was not declared: set "
+                "`needs = Needs(tree=True)` on the class, or have the spec's `needs` return it"
+            )
         if len(trees) != len(requests):
             raise ValueError(f"Draft.parents has {len(trees)} items for {len(requests)} requests")
     found: list[tuple[list[Any], list[Any] | None]] = []
@@ -201,7 +206,10 @@ def _drafts(
         tree = _sequence(tree, f"Draft.parents[{i}]")
         if len(tree) != len(ids):
             raise ValueError(f"Draft.parents[{i}] has {len(tree)} items for {len(ids)} tokens")
-        found.append((first, list(islice(tree, request.k + 1))))
+        above = list(islice(tree, request.k + 1))
+        if len(above) != len(first):
+            raise ValueError(f"Draft.parents[{i}] ends after {len(above)} items")
+        found.append((first, above))
     return found
 
 

@@ -76,7 +76,7 @@ class Accuracies:
             fields = json.loads(path.read_text(encoding="utf-8"))
             rows = zip(fields["heads"], fields["promised"], fields["tokens"], strict=True)
             heads = [
-                _Head(_shares(right), _shares(promised), min(float(tokens), _PRIOR))
+                _Head(_shares(right), _shares(promised), min(max(float(tokens), 1.0), _PRIOR))
                 for right, promised, tokens in rows
             ]
         except (ValueError, KeyError, TypeError) as error:

@@ -47,9 +47,22 @@ def measure(
     plugins: PluginManager,
     **engine: Any,
 ) -> Measured:
-    """Let the engine answer prompts, greedily, with the drafter as anybody would load it."""
+    """Let the engine answer prompts, greedily, with the drafter as anybody would load it.
+
+    It drafts chains, so that figures of drafters can be compared with each other and the curves.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
-    with LLM(model, proposer, drafter=drafter, plugins=plugins, adaptive=False, **engine) as llm:
+    has_trees = "tree" in plugins.resolve_proposer(proposer).config_type.model_fields
+    settings = {"tree": False} if has_trees else {}
+    with LLM(
+        model,
+        proposer,
+        drafter=drafter,
+        proposer_settings=settings,
+        plugins=plugins,
+        adaptive=False,
+        **engine,
+    ) as llm:
         fitting = [prompt for prompt in prompts if len(prompt) < llm.max_model_len]
         for output in llm.generate(fitting, params):
             if output.outputs[0].finish_reason == "error":
