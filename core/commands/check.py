@@ -111,8 +111,8 @@ def check(
     name, what = find_proposer(drafter, proposer, plugins)
     is_inside = lies_inside(drafter, name, model, plugins)
     engine = {"dtype": dtype, "device": device}
-    settings = _in_chains(settings, name, plugins)
-    subject = _Subject(drafter, name, what, is_inside, model, k, settings, engine, plugins)
+    own = _in_chains(settings, name, plugins)
+    subject = _Subject(drafter, name, what, is_inside, model, k, own, engine, plugins)
     choice = _choose(subject)
     comparison, refusal = _compare(subject, choice)
     if not as_json:
