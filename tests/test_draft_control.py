@@ -54,7 +54,12 @@ WORLDS = {
     "seldom, and good": (cpu, Drafter("p", 8, flat(0.9), has_draft=0.1)),
     "seldom, and poor": (cpu, Drafter("p", 8, flat(0.05), has_draft=0.3)),
 }
-LEAST_OF_SEVERAL = {"seldom, and good": 0.77}
+# Of several, the one whose drafts seem to be worst decides: of few drafts little is known.
+LEAST_OF_SEVERAL = {
+    ("seldom, and good", 8): 0.77,
+    ("seldom, and good", 32): 0.77,
+    ("middling", 8): 0.92,
+}
 
 
 @pytest.mark.parametrize("num_requests", [1, 8, 32])
@@ -69,9 +74,7 @@ def test_it_comes_close_to_the_best_fixed_length(name: str, num_requests: int) -
     requests = [greedy_request(str(i)) for i in range(num_requests)]
     rate = world.run(DraftControl(world.members), requests, 2000 // num_requests + 400)
     rates = fixed_rates(make, num_requests, drafter.k)
-    # Of several, the one whose drafts seem to be worst decides: of few drafts little is known.
-    least = 0.93 if num_requests == 1 else LEAST_OF_SEVERAL.get(name, 0.9)
-    assert rate >= least * max(rates)
+    assert rate >= LEAST_OF_SEVERAL.get((name, num_requests), 0.93) * max(rates)
     assert rate >= 0.975 * rates[0]
 
 
@@ -100,7 +103,7 @@ def test_it_learns_when_a_request_becomes_predictable() -> None:
     assert world.run(control, requests, 600) > 2 * 1 / cpu(1)
     rate = 0.0
     assert world.run(control, requests, 600) > 0.93 / cpu(1)
-    assert before > 0.8
+    assert before > 0.85
 
 
 def test_each_request_of_a_batch_has_a_length_of_its_own() -> None:
