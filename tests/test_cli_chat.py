@@ -478,6 +478,7 @@ def test_in_a_terminal_lines_are_edited_pasted_stopped_and_cleared(folder: Path)
         say("/sta\x1b[200~ts\n\x1b[201~")  # pasted with a line's end: nothing is sent yet
         say("\x7f\n")
         expect("conversation of 1 turn,")
+        expect("> ")  # until the line is being read, the terminal itself would take the Ctrl-D
         say("\x04")
         assert wait() == 0
 
