@@ -5,6 +5,9 @@
 # TORCH_INDEX=URL  where to take torch from, e.g. an index of CPU builds; else pip's own index
 # JOBS=2           how many processes run the tests
 # ARGS="..."       more arguments for pytest, `make run` or `make bench`
+#
+# `make bench` asks whether foresay has got slower: it keeps a history in .bench/. To compare proposers on
+# prompts there is `.venv/bin/foresay bench`.
 
 VENV ?= .venv
 PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
@@ -44,7 +47,7 @@ run: install
 	@$(BIN)/foresay showcase $(ARGS)
 
 bench: install
-	@$(BIN)/foresay bench $(ARGS)
+	@$(BIN)/python tests/regression.py $(ARGS)
 
 test: install
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)

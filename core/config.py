@@ -253,6 +253,12 @@ class EngineConfig(_Frozen):
         "else float32.",
     )
     device: str = Field(default="auto", description="'auto', 'cpu', 'cuda', 'cuda:1', ...")
+    quantization: Literal["int8"] | None = Field(
+        default=None,
+        description="'int8', on a CPU and for the families of foresay's own decoder: weights are "
+        "rounded to int8 with one scale for each output. Another model by a little, a faster and "
+        "smaller one; speculation is as exact on it as on any.",
+    )
     seed: int = Field(default=0, description="Seeds the requests that have no seed of their own.")
     block_size: int = Field(default=16, ge=1, description="Tokens per KV block.")
     num_blocks: int | None = Field(
@@ -273,6 +279,10 @@ class EngineConfig(_Frozen):
         default=True,
         description="Compute each row independently of its batch where the library kernels "
         "allow it; False trades that for speed.",
+    )
+    enforce_eager: bool = Field(
+        default=False,
+        description="On a GPU, run every pass operation by operation: no CUDA graphs.",
     )
     worker: Literal["inline", "process"] = Field(
         default="inline",

@@ -1,7 +1,7 @@
 """What attention reads per second: the Triton kernels against the torch path, on a GPU.
 
 usage: python tests/bench_attention.py [--batch-sizes 1,16,64] [--contexts 1024,8192]
-           [--rows 1,8,33] [--heads 32,8,128] [--tilings 32x64x512,...] [--repeats 50]
+           [--rows 1,8,33] [--heads 32,8,128] [--tilings 32x64x512,...] [--shared] [--repeats 50]
 
 Where there is no GPU it can be tried with TRITON_INTERPRET=1 in the environment and --device cpu
 --dtype float32 --batch-sizes 2 --contexts 70 --rows 5 --heads 4,2,16 --repeats 1; its figures mean
@@ -17,7 +17,8 @@ bytes read and written. `of copy` is the kernels' share of it: 70 % is wanted at
 B >= 16. `host` is the host's part for 4 layers: the plan, made once a step, and the launches.
 
 Last, one prompt of 2048 rows, in floating-point operations per second. `--tilings` tries others:
-rows of a tile x keys of a block x keys of a split [x warps x stages].
+rows of a tile x keys of a block x keys of a split [x warps x stages]. `--shared`: with the work
+items of the engine's CUDA graphs, whose number does not follow the contexts (see `worker.graphs`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from foresay.core.worker.attention import (
     paged_attention,
 )
 from foresay.core.worker.kv_cache import LayerCache, LayerKV
-from foresay.core.worker.triton_attention import Tiling, TritonMetadata, attend
+from foresay.core.worker.triton_attention import Tiling, TritonMetadata, attend, programs_of
 
 NUM_LAYERS = 4  # caches in turn
 PROMPT = 2048
@@ -72,10 +73,16 @@ class Step:
         ]
         query = torch.randn(batch * rows, num_heads, head_dim, device=self.device)
         self.query, self.scale = query.to(dtype), head_dim**-0.5
+        self.max_items = None
+        if options.shared:
+            num_programs = -(-programs_of(self.device) // num_kv_heads)
+            self.max_items = batch * rows + 2 * num_programs
         self.bytes = (batch * context * layer.width + 2 * query.numel()) * dtype.itemsize
 
     def metadata(self) -> TritonMetadata:
-        return TritonMetadata.build(self.positions, self.slots, self.trees, self.device)
+        made = TritonMetadata.build(self.positions, self.slots, self.trees, self.device)
+        made.max_items = self.max_items
+        return made
 
     def kernels(self, metadata: TritonMetadata, tiling: Tiling | None) -> None:
         for cache in self.caches:
@@ -158,6 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=numbers, default=[1, 8, 33])
     parser.add_argument("--heads", type=numbers, default=[32, 8, 128], help="query, key, dimension")
     parser.add_argument("--tilings", type=tilings, default=[None])
+    parser.add_argument("--shared", action="store_true")
     parser.add_argument("--repeats", type=int, default=50)
     options = parser.parse_args(arguments)
     device = torch.device(options.device)

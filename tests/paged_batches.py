@@ -165,13 +165,21 @@ def in_torch(step: Step, **options: Any) -> torch.Tensor:
 
 
 def in_triton(
-    step: Step, tiling: tuple[int, int, int] | None, num_programs: int | None, options: Any
+    step: Step,
+    tiling: tuple[int, int, int] | None,
+    num_programs: int | None,
+    options: Any,
+    max_items: int | None = None,
 ) -> torch.Tensor:
-    """The kernels' result, in the interpreter if it is there; `tiling`: None for the default."""
+    """The kernels' result, in the interpreter if it is there; `tiling`: None for the default.
+
+    max_items: work items at most, all of whose splits are merged afterwards; None: as many as suit.
+    """
     module: Any = import_module("foresay.core.worker.triton_attention")
     if step.device.type == "cpu":
         _mend_dot()
     metadata = module.TritonMetadata.build(step.positions, step.slots, step.trees, step.device)
+    metadata.max_items = max_items
     result: torch.Tensor = module.attend(
         step.query,
         LayerCache(step.layer, step.cache),
@@ -258,9 +266,11 @@ def compile_kernels() -> int:
     sizes = {"num_heads": 8, "fold": 4, "head_dim": 24, "value_dim": 16, "block_m": 16}
     sizes |= {"block_n": 16, "block_d": 32, "block_v": 16, "split_len": 64}
     floats = ("sinks_ptr", "part_sums_ptr", "part_values_ptr")
-    kernels = (module.attention_kernel, module.merge_kernel)
-    for kernel in kernels:
+    attention = module.attention_kernel
+    kernels = ((attention, False), (attention, True), (module.merge_kernel, False))
+    for kernel, all_parts in kernels:
         constants = {"precision": "tf32x3", **sizes, **dict.fromkeys(flags, True)}
+        constants["all_parts"] = all_parts
         types = dict.fromkeys(("query_ptr", "cache_ptr", "out_ptr"), "*bf16")
         types |= dict.fromkeys(floats, "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
         types |= dict.fromkeys(constants, "constexpr")

@@ -48,6 +48,20 @@ def test_the_first_guess_of_a_tree_falls_and_is_worth_a_try() -> None:
     assert 1 < sum(rates.accepted) < 3
 
 
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_a_first_guess_is_given_up_after_a_few_drafts_without_success(is_tree: bool) -> None:
+    tokens = []
+    for number in (0, 1, 3, 6):
+        acceptance = of_proposer(16, is_tree=is_tree)
+        for _ in range(number):
+            acceptance.add(4, 4, ())
+        tokens.append(Offer.of(acceptance.rates(), 16).tokens[16])  # more than was ever allowed
+    assert tokens[0] > 1
+    assert tokens[1] < 0.5 * tokens[0]
+    assert tokens[2] < 0.2
+    assert tokens[3] < 0.07
+
+
 def test_sizes_of_a_tree_are_a_handful_and_the_largest_is_among_them() -> None:
     sizes = Offer.of(Rates([1.0] * 20, [0.1] * 20, is_tree=True), 20).sizes
     assert list(sizes) == [1, 2, 3, 4, 6, 8, 12, 16, 20]

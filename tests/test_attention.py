@@ -295,3 +295,29 @@ print(made - before, resident() - made)
 def test_a_blocks_size_in_bytes() -> None:
     # 16 tokens x (3 heads x (64 + 64)) numbers x 2 layers x 2 bytes
     assert block_bytes([LayerKV(3, 64, 64)] * 2, 16, torch.bfloat16) == 16 * 384 * 2 * 2
+
+
+@pytest.mark.parametrize("value_dim", [4, 6])
+def test_keys_and_values_are_written_the_same_from_one_tensor_or_from_two(value_dim: int) -> None:
+    """As slices of one projection they lie side by side and are written in one copy."""
+    torch.manual_seed(0)
+    projected = torch.randn(5, 3 * 4 + 2 * 4 + 2 * value_dim)
+    query_key, value = projected.split([20, 2 * value_dim], dim=1)
+    key, value = query_key[:, 12:].view(5, 2, 4), value.view(5, 2, value_dim)
+    slots = torch.tensor([7, 2, 0, 9, 4])
+    contents = []
+    for pair in (
+        (key, value),
+        (key.clone(), value.clone()),
+        (key, value.clone()),
+        (key.transpose(1, 2).contiguous().transpose(1, 2), value),
+    ):
+        cache = KVCache([LayerKV(2, 4, value_dim)], 4, 4, torch.float32, CPU)
+        cache.layers[0].write(slots, *pair)
+        contents.append(cache.layers[0].slots)
+        assert torch.equal(cache.layers[0].key[slots], key)
+        assert torch.equal(cache.layers[0].value[slots], value)
+    swapped = KVCache([LayerKV(2, value_dim, 4)], 4, 4, torch.float32, CPU)
+    swapped.layers[0].write(slots, value, key)
+    assert torch.equal(swapped.layers[0].key[slots], value)
+    assert all(torch.equal(contents[0], other) for other in contents[1:])

@@ -288,6 +288,22 @@ def test_a_row_that_is_not_finite_ends_the_draft_before_it() -> None:
                 assert [len(kept(sampler, row).probs) for row in rows] == [1, 1, 1, 1, 3]
 
 
+def test_greedy_draws_before_those_of_others_in_one_step_are_kept() -> None:
+    """The drafts of greedy requests are read late: after a draw of a request that is not."""
+    sampler = sampler_of(make_draw("a"), make_draw("b"), make_draw("c", temperature=1.0))
+    sampler.draw(torch.tensor([[0, 0, 9, 0, 0, 0], [NAN] * 6]), 0, [0, 1])
+    one_hot = torch.full((3, 6), -INF)
+    one_hot[:, 4] = 0.0
+    sampler.draw(one_hot[2:], 0, [2])
+    sampler.draw(one_hot, 1, [0, 1, 2])
+    sampler.draw(one_hot[:2], 2, [0, 1])
+    assert [sampler.drawn(row) for row in range(3)] == [[2, 4, 4], [], [4, 4]]
+    assert [sampler.ended(row) for row in range(3)] == [False, True, False]
+    assert sampler.faults == {"non_finite_draft": 1}
+    with pytest.raises(ValueError, match="drawn already"):
+        sampler.draw(one_hot[:1], 1, [0])
+
+
 def test_a_draft_that_ends_at_once_is_empty_and_has_no_probs() -> None:
     sampler = sampler_of(make_draw())
     sampler.draw(torch.full((1, 6), NAN), 0, [0])

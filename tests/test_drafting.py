@@ -306,6 +306,48 @@ def sampler_of(asks: dict[str, tuple[list[int], int]], temperature: float) -> St
     )
 
 
+class Quiet:
+    """Computes with tensors only, and notes that it was run."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        generator = torch.Generator().manual_seed(0)
+        self.table = torch.randn(VOCAB_SIZE, 8, generator=generator).double()
+
+    def forward(
+        self, token_ids: torch.Tensor, hidden: torch.Tensor | None, rows: Rows, step: int
+    ) -> torch.Tensor:
+        self.log.append("forward")
+        assert hidden is not None
+        return self.table[token_ids] + hidden[:, :1]
+
+    def logits(self, hidden: torch.Tensor, step: int) -> torch.Tensor:
+        return hidden @ self.table.T
+
+
+@pytest.mark.parametrize("sample", [False, True], ids=["likeliest", "sampler"])
+def test_between_the_steps_of_greedy_drafts_nothing_is_read_from_the_device(
+    sample: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU each reading would wait for all that was launched before."""
+    log: list[str] = []
+    for name in ("tolist", "item", "cpu", "nonzero", "__int__", "__float__", "__bool__"):
+        plain = getattr(torch.Tensor, name)
+
+        def logged(self: torch.Tensor, *rest: Any, plain: Any = plain) -> Any:
+            log.append("read")
+            return plain(self, *rest)
+
+        monkeypatch.setattr(torch.Tensor, name, logged)
+    asks = {"a": ([4, 9, 1], 2), "c": ([1, 2], 4)}
+    sampler = sampler_of(asks, 0.0)
+    drafts = Engine(shifted=True, toy=Quiet(log)).step(asks, sample=sample, sampler=sampler)  # type: ignore[arg-type]
+    first, last = log.index("forward"), len(log) - log[::-1].index("forward")
+    assert log[first:last] == ["forward"] * 4  # the features, then a row for each token but one
+    assert "read" in log[last:]
+    assert [len(ids) for ids in drafts.values()] == [2, 4]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 5.0], ids=["greedy", "hot"])
 def test_drafts_are_what_the_sampler_drew_and_go_into_the_next_row(temperature: float) -> None:
     asks = {"a": ([4, 9, 1], 2), "b": ([8, 8, 2], 0), "c": ([1, 2], 4)}

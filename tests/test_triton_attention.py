@@ -35,6 +35,7 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="there is no triton")
 Kernels = Callable[..., torch.Tensor]
 SMALL = (16, 16, 32)  # rows of a tile, keys of a block, keys of a split
 WHOLE, SPLIT = 1, 1000  # programs that keep the device busy: the fewer, the fewer tiles are split
+MOST_ITEMS = 14  # no fewer than tiles; so few that some items have both splits of theirs
 SCALE = {"scale": 0.4}
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0, 1.5, -30.0])
 TREE = [-1, -1, 0, 0, 1, 2, 2, 5, -1, 3]
@@ -55,9 +56,11 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     return partial(interpreted, in_triton) if request.param == "interpreter" else _on_gpu
 
 
-def _on_gpu(step: Step, tiling: Any, num_programs: int | None, options: Any) -> torch.Tensor:
+def _on_gpu(
+    step: Step, tiling: Any, num_programs: int | None, options: Any, max_items: int | None = None
+) -> torch.Tensor:
     moved = replace(step, query=step.query.cuda(), cache=step.cache.cuda())
-    return in_triton(moved, tiling, num_programs, options).cpu()
+    return in_triton(moved, tiling, num_programs, options, max_items).cpu()
 
 
 @pytest.mark.parametrize(
@@ -82,6 +85,7 @@ def test_texts_and_trees_in_one_launch_equal_the_definition(
     step, options = make_step(MIXED, shape), SCALE | options
     whole, split = (kernels(step, SMALL, n, options) for n in (WHOLE, SPLIT))
     assert torch.equal(whole, split)
+    assert torch.equal(whole, kernels(step, SMALL, SPLIT, options, MOST_ITEMS))
     assert (whole - by_definition(step, **options)).abs().max() < 5e-6
     assert (whole - in_torch(step, **options)).abs().max() < 5e-6
 
@@ -223,7 +227,7 @@ def run_python(code: str, **environment: str) -> str:
 @pytest.mark.skipif(sys.platform != "linux", reason="triton compiles on Linux")
 def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     code = "import paged_batches; print(paged_batches.compile_kernels())"
-    assert int(run_python(code, TRITON_CACHE_DIR=str(tmp_path))) == 2
+    assert int(run_python(code, TRITON_CACHE_DIR=str(tmp_path))) == 3
 
 
 def test_on_a_cpu_without_the_interpreter_the_kernels_say_what_they_need() -> None:

@@ -81,6 +81,8 @@ def bench(
     seed: options.Seed = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    quantization: options.Quantization = None,
+    enforce_eager: options.EnforceEager = False,
     predictions: Annotated[
         bool,
         typer.Option(
@@ -130,6 +132,8 @@ def bench(
                     settings=each_settings[name],
                     dtype=dtype,
                     device=device,
+                    quantization=quantization,
+                    enforce_eager=enforce_eager,
                     max_num_seqs=batch_size,
                     max_num_batched_tokens=max(2048, _ROWS_PER_PROMPT * batch_size),
                     enable_prefix_caching=False,  # every round computes its prompts

@@ -70,6 +70,8 @@ def chat(
     stop: options.Stop = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    quantization: options.Quantization = None,
+    enforce_eager: options.EnforceEager = False,
     prefix_caching: Annotated[
         bool,
         typer.Option(
@@ -111,6 +113,8 @@ def chat(
             max_num_seqs=1,
             dtype=dtype,
             device=device,
+            quantization=quantization,
+            enforce_eager=enforce_eager,
             enable_prefix_caching=prefix_caching,
         )
 

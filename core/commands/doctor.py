@@ -123,6 +123,7 @@ def doctor(
     seed: options.Seed = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    quantization: options.Quantization = None,
     out: Annotated[
         str | None,
         typer.Option("--json", metavar="OUT", help="Write all of it to a file; '-': to stdout."),
@@ -153,6 +154,7 @@ def doctor(
         plugins=plugins,
         dtype=dtype,
         device=device,
+        quantization=quantization,
         max_num_seqs=batch_size,
         max_num_batched_tokens=max(2048, (_ROWS_PER_PROMPT + (k or 0)) * batch_size),
         enable_prefix_caching=False,  # every call computes its prompts

@@ -66,6 +66,18 @@ Settings = Annotated[
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="'auto', 'float32', 'bfloat16' or 'float16'.")]
 Device = Annotated[str, typer.Option("--device", help="'auto', 'cpu', 'cuda' or 'cuda:N'.")]
+Quantization = Annotated[
+    str | None,
+    typer.Option(
+        "--quantization", help="'int8': weights rounded to int8, on a CPU. Default: as they are."
+    ),
+]
+EnforceEager = Annotated[
+    bool,
+    typer.Option(
+        "--enforce-eager", help="On a GPU, run every operation by itself: no CUDA graphs."
+    ),
+]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens of the answer.")]
 Temperature = Annotated[float, typer.Option(help="0: the likeliest token always.")]
 TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; -1: all.")]

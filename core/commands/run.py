@@ -42,6 +42,8 @@ def run(
     ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    quantization: options.Quantization = None,
+    enforce_eager: options.EnforceEager = False,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text: no chat template.")
     ] = False,
@@ -82,6 +84,8 @@ def run(
         max_num_seqs=1,
         dtype=dtype,
         device=device,
+        quantization=quantization,
+        enforce_eager=enforce_eager,
     ) as llm:
         if llm.tokenizer is None:
             raise RequestError(f"model {model!r} has no tokenizer: text cannot go in or come out")

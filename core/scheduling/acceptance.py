@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import Protocol
 
 _FIRST_GUESS = 0.75  # of a proposer that has never drafted: try it
 _FIRST_NODE, _FALLING = 0.6, 0.7  # of a tree's best node, and from one rank to the next
 _GUESS_WEIGHT = 2.0  # in drafts
+_GUESS_TOKENS = 0.7  # accepted, that outweigh what the guess promises: how soon it is given up
 _HISTORY_WEIGHT = 4.0  # how many drafts of its own a request must have to outweigh the history
 _REQUEST_MEMORY = 0.93  # what a draft still counts after the next one
 _HISTORY_MEMORY = 0.98
@@ -160,6 +162,8 @@ class ChainAcceptance(_Fading):
         accepted: list[float] = []
         weight = (self._weight if weight is None else weight) * self._one
         is_there, holds, worse = 1.0, _FIRST_GUESS, 1.0
+        if prior is None:
+            holds *= _level(self._holds[0], self._may_hold[0] * _FIRST_GUESS, self._one)
         for place, count in enumerate(self._is):
             if prior is not None:
                 # Drafts that get far are those of others, where this request's seldom do.
@@ -192,6 +196,9 @@ class TreeAcceptance(_Fading):
         weight = (self._weight if weight is None else weight) * self._one
         if prior is None:
             guess = [_FIRST_NODE * _FALLING**rank for rank in range(len(self._is))]
+            promised = sum(map(mul, guess, self._may_be))
+            level = _level(sum(self._holds), promised, self._one)
+            guess = [level * rate for rate in guess]
             prior = Rates([1.0] * len(guess), guess, is_tree=True)
         there, accepted = [], []
         for rank, allowed in enumerate(self._may_be):
@@ -199,6 +206,15 @@ class TreeAcceptance(_Fading):
             there.append((self._is[rank] + weight * prior.there[rank]) / all_of_it)
             accepted.append((self._holds[rank] + weight * prior.accepted[rank]) / all_of_it)
         return Rates(there, accepted, is_tree=True)
+
+
+def _level(accepted: float, promised: float, one: float) -> float:
+    """Return what is left of a first guess: a drafter that is bad is so at every place.
+
+    `accepted`, `promised`: tokens, by the drafts and by the guess; a draft counts `one`.
+    """
+    least = _GUESS_TOKENS * one
+    return min(1.0, (accepted + least) / (promised + least))
 
 
 def of_proposer(k: int, *, is_tree: bool = False) -> Acceptance:

@@ -15,8 +15,10 @@ end sets the time of all, and tokens gained for others make its steps dearer. Th
 followed to its end (`drain`): chosen is what keeps small both the time until the last one has ended
 and that until one has on average, of what is not later than plain decoding for the last one.
 
-**What is not known must be tried.** At first drafts are as long as they may be, and every fourth
-step is a plain one, until both are measured; later see `draft_trials`.
+**What is not known must be tried.** At first drafts are as long as they may be, and some
+steps are plain ones, until both are measured; later see `draft_trials`. A drafter that never gets
+far is soon given up (`acceptance`), and what is spent on it from then on, trials and hope for new
+requests, is a small part of all time.
 """
 
 from __future__ import annotations
@@ -34,8 +36,11 @@ from foresay.core.scheduling.request import Request
 from foresay.core.scheduling.step_cost import StepCost
 
 _ENOUGH = 3  # plain steps that must be known
-_LEARNING_PLAIN_EVERY = 4  # steps, until then
+_LEARNING_PLAIN_EVERY, _ALONE_EVERY = 4, 2  # steps, until then; where one request runs
 _HOPE = 0.1  # by how much a request alone is taken to be better than others, until it was tried
+# Hope is for who can afford it: while all drafts together have not lost more than this part of all
+# time. Of gains and of losses at most so many steps are remembered.
+_FOR_HOPE, _MOST_BALANCE = 0.01, 2.0
 # The gain in tokens per second from which drafting begins, and down to which it goes on.
 _BEGIN_AT, _STAY_AT = 1.02, 1.0
 _BEGIN_TOGETHER_AT, _STAY_TOGETHER_AT = 1.05, 1.02
@@ -43,8 +48,9 @@ _BEGIN_TOGETHER_AT, _STAY_TOGETHER_AT = 1.05, 1.02
 # one, and of the last and the average one multiplied.
 _BEGIN_LAST, _STAY_LAST = 0.98, 0.99
 _BEGIN_BOTH, _STAY_BOTH = 0.95, 1.0
-# Steps of several requests that go on as planned, without another look: with drafts, and without.
-_MOST_KEPT, _MOST_PLAIN = 7, 15
+# Steps that go on as planned, without another look: of several requests with drafts and without;
+# and plain ones of a request alone.
+_MOST_KEPT, _MOST_PLAIN, _MOST_ALONE = 7, 15, 2
 _NEW = 0.125  # of the requests: if more are new, there is another look
 _EVEN = 1.5  # lengths that differ less do not call for more drafts than most tokens a second do
 _NEAR = 0.75  # rows so few times those known are taken to cost as much
@@ -88,6 +94,8 @@ class DraftControl:
         self._is_drafting = True  # whether to draft was found to be better
         self._num_since_plain = 0  # steps that drafted since the last that did not
         self._step_seconds = 0.0  # of the last step
+        self._num_accepted = 0  # draft tokens, of the step that runs
+        self._balance = 0.0  # what drafts gained, less what was spent on them, in plain steps
         self._kept: dict[str, DraftPlan] = {}  # what was decided last, by request
         self._trial: dict[str, DraftPlan] | None = None  # what is done once in its place
         self._plain = DraftPlan((0,) * len(members))
@@ -115,6 +123,7 @@ class DraftControl:
             around = was_scheduled - began + committed - executed
             self.cost.add_step(num_rows, num_requests, executed - was_scheduled, around)
             self._step_seconds = committed - began + sum(seconds.values())
+            self._settle(num_rows, num_requests, sum(seconds.values()))
         everyone = tuple(member.k for member in self._members)
         plans = {}
         for req_id, k in scheduled.num_draft_tokens.items():
@@ -133,6 +142,7 @@ class DraftControl:
 
         `accepted`: which of them were accepted, by their place, ascending.
         """
+        self._num_accepted += len(accepted)
         number = self._records.add_verified(req_id, num_judged, accepted)
         if number is not None:
             enough = min(num_judged, 2) if self._members[number].is_tree else num_judged
@@ -141,6 +151,17 @@ class DraftControl:
     def forget(self, req_id: str) -> None:
         """Forget a request; what its drafts said of the proposers stays, and how long it got."""
         self._records.forget(req_id)
+
+    def _settle(self, num_rows: int, num_requests: int, drafting: float) -> None:
+        """Set off what a step gained by drafts against what it and its drafting took for them."""
+        accepted, self._num_accepted = self._num_accepted, 0
+        plain = self.cost.step(num_requests, num_requests)
+        full = self.cost.step(num_rows, num_requests)
+        assert plain is not None
+        assert full is not None
+        gain = accepted / num_requests * plain - max(0.0, full - plain) - drafting
+        balance = self._balance + gain / plain + _FOR_HOPE
+        self._balance = max(-_MOST_BALANCE, min(balance, _MOST_BALANCE))
 
     # -- What it decides --------------------------------------------------------------------------
 
@@ -173,7 +194,7 @@ class DraftControl:
 
     def _goes_on(self, drafting: Sequence[Request], num_requests: int, num_waiting: int) -> bool:
         """Whether this step goes on as the last one, without another look."""
-        if not self._num_kept or num_requests == 1:
+        if not self._num_kept:
             return False
         before, others_waited = self._kept_for
         num_new = sum(request.req_id not in self._kept for request in drafting)
@@ -189,7 +210,7 @@ class DraftControl:
     ) -> None:
         """Decide anew."""
         num_requests = len(requests)
-        hope = _HOPE if num_requests == 1 else 0.0
+        hope = _HOPE if num_requests == 1 and self._balance > 0 else 0.0
         is_draining = num_requests > 1 and not num_waiting
         menus = self._records.menus(drafting, hope, is_careful=is_draining)
         left = None
@@ -212,6 +233,8 @@ class DraftControl:
             ]
             most = min(_MOST_KEPT, *asked) if asked else _MOST_PLAIN
             self._num_kept = min(num_requests - 1, most)
+            if num_requests == 1 and not asked and decision.trial is None:
+                self._num_kept = _MOST_ALONE
         self._kept_for = (num_requests, num_waiting > 0)
 
     def _plans(
@@ -268,7 +291,8 @@ class DraftControl:
             everything = [menu.choice([member.k for member in self._members]) for menu in menus]
             return _Decision(everything if num_requests == 1 else nothing)
         learnt = self._knows_plain(num_requests)
-        if not learnt and self._num_since_plain >= _LEARNING_PLAIN_EVERY - 1:
+        every = _ALONE_EVERY if num_requests == 1 else _LEARNING_PLAIN_EVERY
+        if not learnt and self._num_since_plain >= every - 1:
             return _Decision(nothing)
         found = self._chooser.best(menus, num_requests)
         if found is None:
@@ -285,7 +309,7 @@ class DraftControl:
             choices,
             self._chooser.confidence(found, [member.is_tree for member in self._members]),
             may_stay=learnt and (choices is best.choices or not best.drafts),
-            trial=None if trial is None else trial.choices,
+            trial=None if trial is None else self._short(menus, trial.choices, num_requests),
         )
 
     def _most_tokens(

@@ -13,6 +13,7 @@ from foresay.core.scheduling.draft_choice import Chooser, Menu, Plan
 
 _FOR_TRIALS = 0.008  # of all time
 _MOST_SAVED = 2.0  # seconds of so many steps
+_AT_FIRST = 0.5  # of a step's seconds, saved before anything is known
 _BETWEEN = 4  # steps, at least
 _TRIAL_TOKENS, _TRIAL_NODES = 2, 4  # of a draft for one request: of a chain, of a tree
 
@@ -27,13 +28,14 @@ class Trials:
         self._num_idle = [0] * len(members)  # steps since each was called
         self._is_promising = [False] * len(members)
         self._num_since = 0
-        self._saved = 0.0
+        self._saved: float | None = None  # seconds; None: no step was timed yet
         self._turn = 0  # whose turn it is
 
     def add_step(self, seconds: float) -> None:
         """Take a step that ran."""
         self._num_since += 1
-        self._saved = min(self._saved + _FOR_TRIALS * seconds, _MOST_SAVED * seconds)
+        before = _AT_FIRST * seconds if self._saved is None else self._saved
+        self._saved = min(before + _FOR_TRIALS * seconds, _MOST_SAVED * seconds)
 
     def add_called(self, member: int, *, called: bool) -> None:
         """Take whether a member was called in a step."""
@@ -65,7 +67,7 @@ class Trials:
             or (idle and not any(choice.asked[number] for choice in best.choices))
         ]
         again = alone and any(self._is_promising[number] for number in missing)
-        if not again and self._num_since < _BETWEEN:
+        if self._saved is None or (not again and self._num_since < _BETWEEN):
             return None
         trials = [other, *self._single(menus, missing, best, num_requests)]
         for number in range(len(trials)):

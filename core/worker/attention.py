@@ -82,7 +82,11 @@ def _attend(
         query = query.index_select(0, group.query_rows)
     if compute != dtype:
         query = query.to(compute)
-    keys, values = cache.gather(group.key_slots, num_requests, compute)
+    if group.dense is not None:
+        keys, values = cache.dense(group.dense, compute)
+    else:
+        assert group.key_slots is not None
+        keys, values = cache.gather(group.key_slots, num_requests, compute)
     eager = softcap is not None or sinks is not None
     if query_len < FOLD_BELOW or eager:
         # Query heads that share a key head become rows of one matrix: [B, Hkv, Q * fold, D].

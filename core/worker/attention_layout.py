@@ -7,7 +7,7 @@ per step. Knows positions, slots and parents; neither tensors of keys nor what a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ import torch
 
 from foresay.core.worker.attention_backend import triton_backend
 from foresay.core.worker.attention_rules import AttentionRules
+from foresay.core.worker.dense_kv import DenseCopies, DensePlan
 from foresay.core.worker.tree_columns import Columns, tree_columns
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 # Groups: requests whose query lengths fall between the same two of these share a call.
 _QUERY_BUCKETS = (8, 32, 128, 512)
+# Up to this many rows of a request read dense copies. The many rows of a prompt pay for gathering,
+# and the next step reads the keys from elsewhere.
+_DENSE_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,7 @@ class _Member:
     tree: Columns | None = None  # None: column c holds position c, and rows see what is not ahead
     nodes: np.ndarray | None = None  # [n] with a tree: the node that each row is, or -1
     is_rest: bool = False  # rows of a tree that found no room in its first member: often very few
+    owner: Hashable = None  # whose keys they are, if that is known
 
 
 @dataclass(slots=True)
@@ -61,11 +66,12 @@ class Group:
     query_rows: torch.Tensor | None  # [B * Q] token index of each padded row; None: all, in order
     taken: torch.Tensor | None  # [n] which of the B * Q rows are real; None: all
     tokens: torch.Tensor | None  # [n] the token each of them belongs to; None: all, in order
-    key_slots: torch.Tensor  # [B * K]
     query_positions: torch.Tensor  # [B, Q]
     num_requests: int  # B
     query_len: int
     key_len: int
+    key_slots: torch.Tensor | None = None  # [B * K] where the keys are gathered from, or
+    dense: DensePlan | None = None  # where they are already
     hidden: torch.Tensor | None = None  # [B, Q, K] bool; None: keys ahead of a row are
     key_positions: torch.Tensor | None = None  # [B, K]; None: the number of the column
     masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
@@ -119,6 +125,9 @@ class AttentionMetadata:
         rules: AttentionRules,
         device: torch.device,
         trees: Sequence[TreeLayout | None] | None = None,
+        *,
+        owners: Sequence[Hashable] | None = None,
+        dense_copies: DenseCopies | None = None,
     ) -> AttentionMetadata:
         """Lay out one step.
 
@@ -127,14 +136,20 @@ class AttentionMetadata:
             tree see `TreeLayout`.
         slot_mapping: [num_tokens] where each row's key and value are written.
         trees: per request its tree, None: a text. None altogether: texts only.
+        owners: per request a name that it keeps from step to step, all different; with it
+            the torch path reads keys from `dense_copies`, of the cache the pass will run over.
         """
+        if dense_copies is not None:
+            dense_copies.begin(slot_mapping)
         backend = triton_backend(device)
         metadata = AttentionMetadata(
             positions=_tensor(np.concatenate(positions), device),
             slot_mapping=_tensor(slot_mapping, device),
             rules=rules,
             triton=backend and backend.TritonMetadata.build(positions, slots, trees, device),
-            _lay_out=partial(_groups, positions, slots, null_slot, rules, device, trees),
+            _lay_out=partial(
+                _groups, positions, slots, null_slot, rules, device, trees, owners, dense_copies
+            ),
         )
         if metadata.triton is None:
             _ = metadata.groups  # what can't be laid out is told here
@@ -148,6 +163,8 @@ def _groups(
     rules: AttentionRules,
     device: torch.device,
     trees: Sequence[TreeLayout | None] | None,
+    owners: Sequence[Hashable] | None,
+    dense_copies: DenseCopies | None,
 ) -> list[Group]:
     """Lay out the calls of the torch path; arguments as those of `AttentionMetadata.build`."""
     members: list[_Member] = []
@@ -156,10 +173,14 @@ def _groups(
         rows = np.arange(start, start + len(of_rows))
         start += len(of_rows)
         tree = None if trees is None else trees[index]
+        first = len(members)
         if tree is None:
             members.append(_Member(rows, of_rows, of_keys))
         else:
             members += _tree_members(rows, of_rows, of_keys, null_slot, tree, rules)
+        if owners is not None:
+            for part, member in enumerate(members[first:]):
+                member.owner = (owners[index], part)
     buckets: dict[tuple[int, int], list[_Member]] = {}
     fewest = rules.padded_query_len(1)
     for member in members:
@@ -169,10 +190,21 @@ def _groups(
             query_bucket = fewest
         key_bucket = (rules.padded_key_len(len(member.slots)) - 1).bit_length()
         buckets.setdefault((query_bucket, key_bucket), []).append(member)
-    return [
-        _group(group, null_slot, rules, device, whole=len(buckets) == 1)
-        for group in buckets.values()
-    ]
+    groups = []
+    for (query_bucket, key_bucket), of_bucket in buckets.items():
+        copy = None
+        if dense_copies is not None and query_bucket <= _DENSE_ROWS:
+            found = dense_copies.arrange([m.owner for m in of_bucket], 1 << key_bucket)
+            if found is not None:
+                copy, order = found
+                of_bucket = [of_bucket[place] for place in order]
+        group, key_slots = _group(of_bucket, null_slot, rules, device, whole=len(buckets) == 1)
+        if dense_copies is not None and copy is not None:
+            group.dense = dense_copies.plan(copy, key_slots)
+        else:
+            group.key_slots = _tensor(key_slots.ravel(), device)
+        groups.append(group)
+    return groups
 
 
 def _tree_members(
@@ -206,8 +238,8 @@ def _group(
     device: torch.device,
     *,
     whole: bool,
-) -> Group:
-    """Lay out one group; `whole`: it is the only one."""
+) -> tuple[Group, np.ndarray]:
+    """Lay out one group, and the slots of its keys [B, K]; `whole`: it is the only one."""
     lens = [len(member.rows) for member in members]
     query_len = rules.padded_query_len(max(lens))
     key_len = rules.padded_key_len(max(len(member.slots) for member in members))
@@ -229,7 +261,6 @@ def _group(
         query_rows=None if in_order and not padded else _tensor(rows.ravel(), device),
         taken=_tensor(taken, device) if padded or (whole and not in_order) else None,
         tokens=None if whole else _tensor(tokens, device),
-        key_slots=_tensor(key_slots.ravel(), device),
         query_positions=_tensor(row_positions, device),
         num_requests=len(members),
         query_len=query_len,
@@ -248,7 +279,7 @@ def _group(
                 ]
         group.hidden = _tensor(hidden, device)
         group.key_positions = _tensor(key_positions, device)
-    return group
+    return group, key_slots
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -5,6 +5,8 @@ What a proposer needs is checked against the model's config before any weight is
 
 from __future__ import annotations
 
+import importlib
+from dataclasses import replace
 from typing import Any
 
 from foresay.core.config import EngineConfig
@@ -12,6 +14,7 @@ from foresay.core.errors import ForesayError, PluginError, UnknownModelError, ne
 from foresay.core.offers import shown
 from foresay.core.plugins import PluginManager
 from foresay.core.proposer import Needs, TargetView
+from foresay.core.worker.attention_backend import triton_backend
 from foresay.core.worker.chain import Member, ProposerChain
 from foresay.core.worker.choosing import Choice, choose, describe
 from foresay.core.worker.invariance import rows_are_invariant
@@ -19,6 +22,7 @@ from foresay.core.worker.kv_cache import KVCache, LayerKV, block_bytes
 from foresay.core.worker.memory import (
     CPU_SHARE,
     DEFAULT_MAX_MODEL_LEN,
+    DENSE_SHARE,
     GPU_SHARE,
     dummy_step,
     free_memory,
@@ -26,7 +30,7 @@ from foresay.core.worker.memory import (
 )
 from foresay.core.worker.model_runner import ModelRunner
 from foresay.core.worker.proposing import MAX_FAILURES_IN_A_ROW, GuardedProposer
-from foresay.core.worker.target import load_target
+from foresay.core.worker.target import TargetModel, load_target
 
 
 def build_runner(
@@ -63,6 +67,7 @@ def build_runner(
             tokenizer=tokenizer,
             dtype=config.dtype,
             device=config.device,
+            quantization=config.quantization,
             row_invariant=config.row_invariant,
             max_model_len=config.max_model_len,
             aliases=plugins.models,
@@ -85,15 +90,27 @@ def build_runner(
         for layer in member.needs.kv_layers
     ]
     is_gpu = target.device.type == "cuda"
+    most_draft_tokens = max(nums_draft_tokens, default=0)
+    graphs = _graphs_module(target, config)
+    extent: Any = graphs and graphs.Extent(
+        max_num_seqs=config.max_num_seqs,
+        max_rows=min(config.max_num_seqs * (1 + most_draft_tokens), config.max_num_batched_tokens),
+        max_model_len=most_positions,
+        max_nodes=most_draft_tokens,
+    )
+    graph_memory = graphs and graphs.memory_of_graphs(target, extent)
     if is_gpu:
-        num_output_rows = config.max_num_seqs * (1 + max(nums_draft_tokens, default=0))
+        num_output_rows = config.max_num_seqs * (1 + most_draft_tokens)
         dummy_step(target, config.max_num_batched_tokens, num_output_rows)
     pool = size_pool(
         layout=[*target.kv_layout, *proposer_layout],
         dtype=target.dtype,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
-        budget=int(free_memory(target.device) * (GPU_SHARE if is_gpu else CPU_SHARE)),
+        budget=int(
+            (free_memory(target.device) - (graph_memory or 0))
+            * (GPU_SHARE if is_gpu else CPU_SHARE)
+        ),
         model_limit=target.max_model_len,
         max_model_len=config.max_model_len,
         num_blocks=config.num_blocks,
@@ -107,6 +124,7 @@ def build_runner(
         target.dtype,
         target.device,
         proposer_layout,
+        max_dense_bytes=0 if is_gpu else int(free_memory(target.device) * DENSE_SHARE),
     )
     chain = None
     if members:
@@ -116,6 +134,15 @@ def build_runner(
         capture = chain.capture()
         if capture is not None:  # a model that does not show them is an error now
             dummy_step(target, max(2, target.min_rows), 1, capture)
+    captured = None
+    if graphs and graph_memory is not None:
+        captured = graphs.capture_graphs(
+            target,
+            cache,
+            replace(extent, max_model_len=pool.max_model_len),
+            chain.capture() if chain is not None else None,
+        )
+    how_graphs = captured.description if captured else "no CUDA graphs"
     size = pool.num_blocks * block_bytes(
         [*target.kv_layout, *proposer_layout], config.block_size, target.dtype
     )
@@ -123,6 +150,7 @@ def build_runner(
         f"foresay: {config.model} ({target.description}); "
         f"KV cache {pool.num_blocks} blocks of {config.block_size} ({size / 2**20:.0f} MiB), "
         f"max_model_len {pool.max_model_len}; rows invariant: {'yes' if row_invariant else 'no'}; "
+        f"{f'{how_graphs}; ' if is_gpu else ''}"
         f"proposer: {describe(choices, nums_draft_tokens, config.speculative)}"
     )
     return ModelRunner(
@@ -132,7 +160,15 @@ def build_runner(
         max_model_len=pool.max_model_len,
         row_invariant=row_invariant,
         summary=summary,
+        graphs=captured,
     )
+
+
+def _graphs_module(target: TargetModel, config: EngineConfig) -> Any | None:
+    """Return `worker.graphs`, which needs triton, where passes can be captured."""
+    if config.enforce_eager or not target.is_fast or triton_backend(target.device) is None:
+        return None
+    return importlib.import_module("foresay.core.worker.graphs")
 
 
 def _build_proposer(

@@ -23,6 +23,7 @@ from foresay.core.worker.capture import Capture
 from foresay.core.worker.kv_cache import KVCache, LayerKV
 from foresay.core.worker.linear import Linear as Linear  # drafters need it, too
 from foresay.core.worker.linear import compute_dtype
+from foresay.core.worker.norms import RMSNorm as RMSNorm
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # RoPE types whose frequencies do not depend on the sequence.
@@ -79,6 +80,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     differently in a vector loop and in its tail, and rows would no longer be equal to the bit.
     """
     return (x * cos).add_(x.roll(x.shape[-1] // 2, dims=-1).mul_(sin))
+
+
+def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Do as `rotate` does, in the place of `x`, and return it."""
+    turned = x.roll(x.shape[-1] // 2, dims=-1).mul_(sin)
+    return x.mul_(cos).add_(turned)
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
@@ -162,17 +169,18 @@ class SelfAttention:
         device: torch.device,
         window: int | None = None,
         row_invariant: bool = True,
+        linear: type[Linear] = Linear,
     ) -> None:
         self.heads = heads
-        self.qkv = _fused(tensors, ("q_proj", "k_proj", "v_proj"), dtype, device, row_invariant)
-        self.out = _fused(tensors, ("o_proj",), dtype, device, row_invariant)
+        fused = functools.partial(_fused, tensors, dtype, device, row_invariant, linear)
+        self.qkv = fused("q_proj", "k_proj", "v_proj")
+        self.out = fused("o_proj")
         self.query_key_norm = None
         if "q_norm.weight" in tensors:
             self.query_key_norm = (
-                vector(tensors["q_norm.weight"], dtype, device),
-                vector(tensors["k_norm.weight"], dtype, device),
+                RMSNorm(tensors["q_norm.weight"].to(device, dtype), eps),
+                RMSNorm(tensors["k_norm.weight"].to(device, dtype), eps),
             )
-        self.eps = eps
         self.scale = heads.head_dim**-0.5
         self.window = window
 
@@ -191,15 +199,14 @@ class SelfAttention:
         query_key, value = qkv[:, :num_rotated], qkv[:, num_rotated:]
         if self.query_key_norm is not None:
             query_norm, key_norm = self.query_key_norm
-            dim = (heads.head_dim,)
             query_key = torch.cat(
                 [
-                    F.rms_norm(query_key[:, : heads.num_heads], dim, query_norm, self.eps),
-                    F.rms_norm(query_key[:, heads.num_heads :], dim, key_norm, self.eps),
+                    query_norm(query_key[:, : heads.num_heads]),
+                    key_norm(query_key[:, heads.num_heads :]),
                 ],
                 dim=1,
             )
-        query_key = rotate(query_key, cos, sin)
+        rotate_(query_key, cos, sin)  # beside the values: they are stored together
         attended = attend(
             query_key[:, : heads.num_heads],
             query_key[:, heads.num_heads :],
@@ -224,9 +231,11 @@ class MLP:
         device: torch.device,
         *,
         row_invariant: bool = True,
+        linear: type[Linear] = Linear,
     ) -> None:
-        self.gate_up = _fused(tensors, ("gate_proj", "up_proj"), dtype, device, row_invariant)
-        self.down = _fused(tensors, ("down_proj",), dtype, device, row_invariant)
+        fused = functools.partial(_fused, tensors, dtype, device, row_invariant, linear)
+        self.gate_up = fused("gate_proj", "up_proj")
+        self.down = fused("down_proj")
         self.intermediate_size = int(tensors["gate_proj.weight"].shape[0])
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -241,7 +250,7 @@ class DecoderBlock:
     `tensors` are named as in checkpoints: `input_layernorm.weight`,
     `post_attention_layernorm.weight`, and those of `SelfAttention` and `MLP` under `self_attn.`
     and `mlp.`. Without an `input_layernorm.weight` attention takes the residual stream as it is.
-    `row_invariant`: see `Linear`; a drafter does without.
+    `row_invariant`: see `Linear`; a drafter does without. `linear`: what makes the products.
     """
 
     def __init__(
@@ -254,6 +263,7 @@ class DecoderBlock:
         device: torch.device,
         window: int | None = None,
         row_invariant: bool = True,
+        linear: type[Linear] = Linear,
     ) -> None:
         self.attention = SelfAttention(
             under(tensors, "self_attn."),
@@ -263,13 +273,15 @@ class DecoderBlock:
             device=device,
             window=window,
             row_invariant=row_invariant,
+            linear=linear,
         )
-        self.mlp = MLP(under(tensors, "mlp."), dtype, device, row_invariant=row_invariant)
+        self.mlp = MLP(
+            under(tensors, "mlp."), dtype, device, row_invariant=row_invariant, linear=linear
+        )
         self.attention_norm = None
         if "input_layernorm.weight" in tensors:
-            self.attention_norm = vector(tensors["input_layernorm.weight"], dtype, device)
-        self.mlp_norm = vector(tensors["post_attention_layernorm.weight"], dtype, device)
-        self.eps = eps
+            self.attention_norm = RMSNorm(tensors["input_layernorm.weight"].to(device, dtype), eps)
+        self.mlp_norm = RMSNorm(tensors["post_attention_layernorm.weight"].to(device, dtype), eps)
         self.window = window
 
     def __call__(
@@ -280,12 +292,11 @@ class DecoderBlock:
         attend: Attend,
     ) -> torch.Tensor:
         """Return the residual stream after this layer; [num_tokens, hidden_size]."""
-        dim = residual.shape[1:]
         x = residual
         if self.attention_norm is not None:
-            x = F.rms_norm(residual, dim, self.attention_norm, self.eps)
+            x = self.attention_norm(residual)
         residual = self.attention(x, residual, cos, sin, attend)
-        return self.mlp(F.rms_norm(residual, dim, self.mlp_norm, self.eps), residual)
+        return self.mlp(self.mlp_norm(residual), residual)
 
 
 def under(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
@@ -293,17 +304,13 @@ def under(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.T
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
-def vector(weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a copy of a norm's weight."""
-    return weight.detach().to(device, dtype).clone()
-
-
 def _fused(
     tensors: Mapping[str, torch.Tensor],
-    names: Sequence[str],
     dtype: torch.dtype,
     device: torch.device,
     row_invariant: bool,
+    linear: type[Linear],
+    *names: str,
 ) -> Linear:
     """Return one product for several of the same input; either all have a bias or none has."""
     weight, bias = (
@@ -311,7 +318,7 @@ def _fused(
         for kind in ("weight", "bias")
     )
     assert len(bias) in (0, len(weight))
-    return Linear(
+    return linear(
         torch.cat([part.to(device, dtype) for part in weight]),
         torch.cat([part.to(device, dtype) for part in bias]) if bias else None,
         dtype,
@@ -330,30 +337,35 @@ class FastDecoder:
         device: torch.device,
         dtype: torch.dtype,
         row_invariant: bool = True,
+        linear: type[Linear] = Linear,
     ) -> None:
-        """Copy and pack the weights of `model`, a transformers `...ForCausalLM` that `supports`."""
+        """Copy and pack the weights of `model`, a transformers `...ForCausalLM` that `supports`.
+
+        `linear` makes the products, the output head's too.
+        """
         causal: Any = model
         config = causal.config
         self.dtype, self.device = dtype, device
         self.vocab_size = int(config.vocab_size)
         self.hidden_size = int(config.hidden_size)
-        self.eps = float(config.rms_norm_eps)
+        eps = float(config.rms_norm_eps)
         heads = Heads.of(config)
         self.layers = [
             DecoderBlock(
                 dict(layer.named_parameters()),
                 heads,
-                eps=self.eps,
+                eps=eps,
                 dtype=dtype,
                 device=device,
                 window=window,
+                linear=linear,
             )
             for layer, window in zip(causal.model.layers, _sliding_windows(config), strict=True)
         ]
         self.embeddings = causal.model.embed_tokens.weight.detach().to(device, dtype)
-        self.norm = causal.model.norm.weight.detach().to(device, dtype).clone()
+        self.norm = RMSNorm(causal.model.norm.weight.to(device, dtype), eps)
         head = causal.lm_head
-        self.lm_head = Linear(head.weight.detach().to(device, dtype), head.bias, dtype, pack=True)
+        self.lm_head = linear(head.weight.detach().to(device, dtype), head.bias, dtype, pack=True)
         rotary = copy.deepcopy(causal.model.rotary_emb).to(device)  # the table goes on using it
         self.rotary = RotaryTable(rotary, dtype, device)
         self.kv_layout = [LayerKV(heads.num_kv_heads, heads.head_dim, heads.head_dim)] * len(
@@ -437,11 +449,8 @@ class FastDecoder:
         if capture is not None:
             capture.put_stream(len(self.layers), residual)
             if capture.hidden_state:
-                capture.put_hidden(self._normed(residual))
-        return self.lm_head(self._normed(residual.index_select(0, output_rows)))
-
-    def _normed(self, residual: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(residual, (self.hidden_size,), self.norm, self.eps)
+                capture.put_hidden(self.norm(residual))
+        return self.lm_head(self.norm(residual.index_select(0, output_rows)))
 
 
 def _sliding_windows(config: Any) -> list[int | None]:

@@ -32,6 +32,7 @@ import torch
 
 from foresay.core.messages import SamplingData
 from foresay.core.proposer import DraftChildren
+from foresay.core.worker.draft_columns import Columns
 from foresay.core.worker.likeliest import likeliest
 from foresay.core.worker.noise import NoiseKey, Stream
 from foresay.core.worker.processors import Context
@@ -74,15 +75,15 @@ class DrawRequest:
 class StepSampler:
     """The `DraftSampler` of one step. The `rows` of its methods are indices into `requests`.
 
-    `faults` counts "non_finite_draft": drafts that ended before a row that holds NaN or +inf, or
-    that is -inf for every token the target has; and nodes that have no children for it.
+    Where all requests of a draw are greedy, what was drawn stays on the device until it is asked
+    for, so that a drafter's steps need not wait for one another's results.
     """
 
     def __init__(
         self,
         requests: Sequence[DrawRequest],
         vocab_size: int,
-        known_maps: list[_Columns] | None = None,
+        known_maps: list[Columns] | None = None,
         *,
         may_branch: bool = True,
     ) -> None:
@@ -95,7 +96,8 @@ class StepSampler:
         `known_maps` keeps what is worked out of draft vocabularies from one step to the next: the
         same list for all steps of a drafter. Sorting one costs as much as several draws.
         """
-        self.faults: Counter[str] = Counter()
+        self._faults: Counter[str] = Counter()
+        self._pending: list[_Pending] = []  # draws whose tokens are on the device only
         self._vocab_size = vocab_size
         self._may_branch = may_branch
         self._columns = [] if known_maps is None else known_maps  # drafters have one map
@@ -122,7 +124,16 @@ class StepSampler:
         going = {i: draft for i, draft in enumerate(checked) if not draft.has_ended}
 
         scores = columns.gather(logits)  # [len(rows), num_columns]
-        tops, best = (part.tolist() for part in scores.max(dim=-1))  # NaN if a row holds any
+        top_scores, likely = scores.max(dim=-1)  # NaN if a row holds any
+        if all(is_greedy(draft.sampling) for draft in checked):
+            ids = likely if columns.token_ids is None else columns.token_ids[likely]
+            self._pending.append(_Pending(checked, top_scores, ids))
+            for draft in checked:
+                draft.num_pending += 1
+            return ids
+        self._settle()
+        going = {i: draft for i, draft in going.items() if not draft.has_ended}
+        tops, best = top_scores.tolist(), likely.tolist()
         token_ids = [columns.lowest_id] * len(rows)
         races: dict[int, Race] = {}
         for i, draft in going.items():
@@ -134,8 +145,7 @@ class StepSampler:
                 else:
                     races[i] = draft.race(scores[i], columns)
             except RowError:
-                draft.has_ended = True
-                self.faults["non_finite_draft"] += 1
+                self._end(draft)
         for i, token_id in zip(races, draw(list(races.values())), strict=True):
             token_ids[i] = token_id
         for i, draft in going.items():
@@ -184,14 +194,14 @@ class StepSampler:
             try:
                 races[i] = nodes[i].coupled_race(scores[i], columns, depths[i])
             except RowError:
-                self.faults["non_finite_draft"] += 1
+                self._faults["non_finite_draft"] += 1
         for i, (ids, shares) in zip(races, first(list(races.values()), width), strict=True):
             token_ids[i, : len(ids)] = torch.tensor(ids)
             log_probs[i, : len(ids)] = torch.tensor(shares)
         return DraftChildren(token_ids.to(logits.device), log_probs.to(logits.device))
 
     def _likeliest_children(
-        self, scores: torch.Tensor, width: int, columns: _Columns
+        self, scores: torch.Tensor, width: int, columns: Columns
     ) -> DraftChildren:
         """Return the best children of greedy requests. `scores` [n, num_columns >= width]."""
         best, log_probs = likeliest(scores, width)
@@ -202,15 +212,48 @@ class StepSampler:
 
     def _count_childless(self, log_probs: torch.Tensor) -> None:
         if num_childless := int((log_probs[:, 0] == -torch.inf).sum()):
-            self.faults["non_finite_draft"] += num_childless
+            self._faults["non_finite_draft"] += num_childless
+
+    def _settle(self) -> None:
+        """Take in the tokens that are on the device only: in one transfer, if there are any."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        drafts = [draft for each in pending for draft in each.drafts]
+        is_finite = torch.cat([each.tops for each in pending]).isfinite()
+        found = torch.where(is_finite, torch.cat([each.ids for each in pending]), -1).tolist()
+        for draft, token_id in zip(drafts, found, strict=True):
+            draft.num_pending = 0
+            if draft.has_ended:
+                continue
+            if token_id < 0:
+                self._end(draft)
+            else:
+                draft.token_ids.append(token_id)
+
+    def _end(self, draft: _Draft) -> None:
+        draft.has_ended = True
+        self._faults["non_finite_draft"] += 1
+
+    @property
+    def faults(self) -> Counter[str]:
+        """Counts "non_finite_draft": drafts that ended before a row that is not finite.
+
+        It holds NaN or +inf, or is -inf for every token the target has. Nodes that have no children
+        for it count, too.
+        """
+        self._settle()
+        return self._faults
 
     def drawn(self, row: int) -> list[int] | None:
         """Return what was drawn for a request, which is its draft; None: it was never drawn for."""
+        self._settle()
         draft = self._drafts[row]
         return None if draft.columns is None else list(draft.token_ids)
 
     def ended(self, row: int) -> bool:
         """Return whether a request's draft ended at a row that was not finite."""
+        self._settle()
         return self._drafts[row].has_ended
 
     def draft_probs(self, row: int) -> DraftProbs | None:
@@ -218,6 +261,7 @@ class StepSampler:
 
         So is every draft of a greedy or a `coupled` request, and an empty one.
         """
+        self._settle()
         return self._drafts[row].kept_probs()
 
     def _checked(self, logits: torch.Tensor, step: int, rows: Sequence[int]) -> list[_Draft]:
@@ -225,6 +269,8 @@ class StepSampler:
         drafts = self._drafts_of(logits, rows)
         if len(set(rows)) < len(rows):
             raise ValueError(f"rows {list(rows)} name a request twice")
+        if any(step != draft.num_drawn for draft in drafts):
+            self._settle()  # a draft that ended may be asked for any step
         for draft in drafts:
             draft.check_step(step)
         return drafts
@@ -256,12 +302,21 @@ class StepSampler:
                 raise ValueError(f"row {row} is no index of this step's {num_requests} requests")
         return [self._drafts[row] for row in rows]
 
-    def _columns_of(self, draft_vocab: int, draft_to_target: torch.Tensor | None) -> _Columns:
+    def _columns_of(self, draft_vocab: int, draft_to_target: torch.Tensor | None) -> Columns:
         for columns in self._columns:
             if columns.are_of(draft_vocab, draft_to_target):
                 return columns
-        self._columns.append(_Columns(draft_vocab, draft_to_target, self._vocab_size))
+        self._columns.append(Columns(draft_vocab, draft_to_target, self._vocab_size))
         return self._columns[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A draw of greedy requests, on the device."""
+
+    drafts: list[_Draft]
+    tops: torch.Tensor  # [len(drafts)] the largest logit of each
+    ids: torch.Tensor  # [len(drafts)] int64, the target's
 
 
 class _Draft:
@@ -281,12 +336,18 @@ class _Draft:
             sample_index=sampling.sample_index,
             verification=sampling.verification,
         )
-        self.columns: _Columns | None = None  # set by the first draw
+        self.columns: Columns | None = None  # set by the first draw
         self.token_ids: list[int] = []
+        self.num_pending = 0  # tokens that are on the device only
         self.has_ended = False  # at a row that was not finite
         self.is_tree = False  # made of `children`
         self._probs: list[torch.Tensor] = []  # [num_columns] float32 each
         self._context = Context(self.sampling, (), 0)
+
+    @property
+    def num_drawn(self) -> int:
+        """How many tokens were drawn, unless one ended the draft that is on the device only."""
+        return len(self.token_ids) + self.num_pending
 
     def check_step(self, step: int) -> None:
         """Raise unless token number `step` is the next to draw."""
@@ -297,10 +358,10 @@ class _Draft:
             raise ValueError(f"{what} cannot be drawn: its draft is made of children")
         if self.has_ended:  # whoever drafts for a batch need not know
             return
-        if step < len(self.token_ids):
+        if step < self.num_drawn:
             raise ValueError(f"{what} is drawn already: a draft is drawn once, from its start")
-        if step > len(self.token_ids):
-            raise ValueError(f"{what} comes too early: the next to draw is {len(self.token_ids)}")
+        if step > self.num_drawn:
+            raise ValueError(f"{what} comes too early: the next to draw is {self.num_drawn}")
 
     def check_tree(self) -> None:
         """Raise unless the draft may be a tree, made of children."""
@@ -310,7 +371,7 @@ class _Draft:
         if self.columns is not None:
             raise ValueError(f"{what} has drawn its draft: it cannot be made of children as well")
 
-    def use(self, columns: _Columns) -> None:
+    def use(self, columns: Columns) -> None:
         """Raise if an earlier token was drawn over other columns: one map serves a whole draft."""
         if self.columns not in (None, columns):
             raise ValueError(
@@ -318,7 +379,7 @@ class _Draft:
             )
         self.columns = columns
 
-    def race(self, scores: torch.Tensor, columns: _Columns) -> Race:
+    def race(self, scores: torch.Tensor, columns: Columns) -> Race:
         """Return the draw of the next token from its logits, and keep its probs if needed.
 
         `scores` [num_columns], finite or -inf. Raises `RowError` if the temperature is too low.
@@ -338,7 +399,7 @@ class _Draft:
         self._probs.append(probs)
         return Race(key, token_ids, weights)
 
-    def coupled_race(self, scores: torch.Tensor, columns: _Columns, depth: int) -> Race:
+    def coupled_race(self, scores: torch.Tensor, columns: Columns, depth: int) -> Race:
         """Return the draw of what follows `depth` draft tokens, with the noise of the target's own.
 
         `scores` and `RowError` as in `race`.
@@ -355,69 +416,3 @@ class _Draft:
             return None
         probs = torch.stack(self._probs)
         return DraftProbs(rule, self.request.num_tokens, probs, self.columns.token_ids)
-
-
-class _Columns:
-    """The target ids a draft vocabulary comes to: those the target has, each once, ascending."""
-
-    def __init__(
-        self, draft_vocab: int, draft_to_target: torch.Tensor | None, vocab_size: int
-    ) -> None:
-        if draft_vocab == 0:
-            raise ValueError("logits have no columns: the draft vocabulary is empty")
-        self.token_ids: torch.Tensor | None = None  # [num_columns]; None: 0..num_columns-1
-        self.lowest_id = 0
-        self._source = draft_vocab, draft_to_target
-        self._kept: torch.Tensor | slice = slice(min(draft_vocab, vocab_size))  # draft ids
-        self._column_of: torch.Tensor | None = None  # [num_kept], if some share a column
-        self._num_columns = min(draft_vocab, vocab_size)
-        if draft_to_target is None:
-            return
-        if draft_to_target.dtype != torch.int64 or draft_to_target.shape != (draft_vocab,):
-            raise ValueError(
-                f"draft_to_target is {list(draft_to_target.shape)} of {draft_to_target.dtype}; "
-                f"for logits of {draft_vocab} columns it must be [{draft_vocab}] of torch.int64"
-            )
-        kept = ((draft_to_target >= 0) & (draft_to_target < vocab_size)).nonzero().squeeze(1)
-        if kept.shape[0] == 0:
-            raise ValueError(f"draft_to_target names no id of the target, in range({vocab_size})")
-        self.token_ids, column_of = draft_to_target[kept].unique(return_inverse=True)
-        self.lowest_id = int(self.token_ids[0])
-        self._num_columns = self.token_ids.shape[0]
-        if self._num_columns == kept.shape[0]:  # one draft id a column: only their order differs
-            order = kept[column_of.argsort()]
-            is_as_it_is = torch.equal(order, torch.arange(draft_vocab, device=order.device))
-            self._kept = slice(None) if is_as_it_is else order
-        else:
-            self._kept, self._column_of = kept, column_of
-
-    def are_of(self, draft_vocab: int, draft_to_target: torch.Tensor | None) -> bool:
-        """Whether these are the columns of such a draft vocabulary."""
-        own_vocab, own_map = self._source
-        if own_map is None or draft_to_target is None or own_map is draft_to_target:
-            return own_map is draft_to_target and own_vocab == draft_vocab
-        return torch.equal(own_map, draft_to_target)
-
-    def gather(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the columns: [num_rows, num_columns].
-
-        `logits` [num_rows, draft_vocab]. Where draft ids share a target id, their probabilities are
-        summed.
-        """
-        kept = logits[:, self._kept]
-        if self._column_of is None:
-            return kept
-        kept = kept.to(torch.float32)
-        top = kept.amax(dim=-1, keepdim=True)
-        sums = kept.new_zeros(kept.shape[0], self._num_columns)
-        return sums.index_add_(1, self._column_of, (kept - top).exp()).log().add_(top)
-
-    def target_id(self, column: int) -> int:
-        """Return the target id of a column."""
-        return column if self.token_ids is None else int(self.token_ids[column])
-
-    def target_ids(self, columns: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the target ids of some columns, or of all (None); None: they are 0, 1, ..."""
-        if self.token_ids is None or columns is None:
-            return columns if self.token_ids is None else self.token_ids
-        return self.token_ids[columns]

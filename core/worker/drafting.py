@@ -50,12 +50,26 @@ class TokenPicker:
     batch: DraftInput
     sample: bool
     draft_to_target: torch.Tensor | None = None
-    token_ids: list[list[int]] = field(init=False)
+    _token_ids: list[list[int]] = field(init=False)
+    # Picked, but on the device only: steps of a drafter need not wait for one another's results.
+    _pending: list[tuple[list[int], torch.Tensor]] = field(init=False)
     _confidence: Confidence = field(init=False)
 
     def __post_init__(self) -> None:
-        self.token_ids = [[] for _ in self.batch.requests]
+        self._token_ids = [[] for _ in self.batch.requests]
+        self._pending = []
         self._confidence = Confidence(self.batch.requests)
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        """The drafts so far, by request. To ask for them is to wait for the device."""
+        if self._pending:
+            requests = [request for each, _ in self._pending for request in each]
+            ids = torch.cat([ids for _, ids in self._pending]).tolist()
+            self._pending = []
+            for request, token_id in zip(requests, ids, strict=True):
+                self._token_ids[request].append(token_id)
+        return self._token_ids
 
     def wants(self, request: int, step: int) -> bool:
         """Whether token number `step` of a request is to be picked, once those before it are."""
@@ -83,8 +97,7 @@ class TokenPicker:
             ids = logits.argmax(dim=-1)
             if self.draft_to_target is not None:
                 ids = self.draft_to_target[ids]
-        for request, token_id in zip(requests, ids.tolist(), strict=True):
-            self.token_ids[request].append(token_id)
+        self._pending.append((list(requests), ids))
         return ids
 
 
@@ -172,8 +185,8 @@ def take_features(
         return [], torch.empty(0)
     rows = batch.kv.rows(members, spans)
     device = rows.positions.device
-    out = model.forward(torch.tensor(ids, device=device), hidden, rows, 0)
-    return list(last), out[torch.tensor(list(last.values()), dtype=torch.int64, device=device)]
+    out = model.forward(on_device(ids, device), hidden, rows, 0)
+    return list(last), out[on_device(list(last.values()), device)]
 
 
 def go_on(
@@ -204,7 +217,7 @@ def go_on(
         if not going:
             break
         if len(going) < len(drafting):
-            kept = torch.tensor(going, device=states.device)
+            kept = on_device(going, states.device)
             token_ids, states = token_ids[kept], states[kept]
             drafting = [drafting[i] for i in going]
         positions = [len(requests[index].token_ids) + offset + step for index in drafting]
@@ -212,12 +225,23 @@ def go_on(
         states = model.forward(token_ids, states if feeds_back else None, rows, step)
 
 
+def on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return numbers as int64 on the device, without waiting for what it is doing."""
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+
+
 def first_positions(batch: DraftInput) -> list[int]:
     """Return the position of each request's first row; for one without, where it would end."""
     assert batch.row_starts is not None
     assert batch.positions is not None
     starts = batch.row_starts
-    firsts = batch.positions.tolist() if batch.positions.device.type == "cpu" else None
+    # Only these cannot be told from the tokens.
+    asked = [
+        starts[index]
+        for index, request in enumerate(batch.requests)
+        if not request.k and starts[index + 1] > starts[index]
+    ]
+    known = iter(batch.positions[asked].tolist() if asked else ())
     found = []
     for index, request in enumerate(batch.requests):
         num_rows = starts[index + 1] - starts[index]
@@ -225,8 +249,6 @@ def first_positions(batch: DraftInput) -> list[int]:
             found.append(max(len(request.token_ids) - 1, 0))
         elif request.k:  # they reach the last token but one
             found.append(len(request.token_ids) - 1 - num_rows)
-        elif firsts is not None:
-            found.append(firsts[starts[index]])
         else:
-            found.append(int(batch.positions[starts[index]]))
+            found.append(next(known))
     return found

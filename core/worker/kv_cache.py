@@ -15,6 +15,10 @@ import numpy as np
 import torch
 
 from foresay.core.errors import ConfigError
+from foresay.core.worker.dense_kv import DenseCopies, DensePlan, SlotStamps
+
+# Bytes of a number in a dense copy, at most: narrower ones may be computed with in float32.
+_DENSE_ITEMSIZE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ class LayerCache:
         self.slots = slots
         self.num_kv_heads, self.value_dim = layer.num_kv_heads, layer.value_dim
         self.key, self.value = self._split(slots, layer.num_kv_heads * layer.head_dim)
+        # By number of a dense copy: its rows [num_rows * row_len, width], and the last plan done.
+        self._dense: dict[int, tuple[torch.Tensor, int]] = {}
 
     def _split(self, rows: torch.Tensor, key_width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views [n, Hkv, D] and [n, Hkv, Dv] of `rows` [n, width]."""
@@ -50,8 +56,7 @@ class LayerCache:
 
     def write(self, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store `key` [T, Hkv, D] and `value` [T, Hkv, Dv] at `slot_mapping` [T]."""
-        rows = torch.cat([key.flatten(1), value.flatten(1)], dim=1)
-        self.slots.index_copy_(0, slot_mapping, rows)
+        self.slots.index_copy_(0, slot_mapping, _side_by_side(key, value))
 
     def gather(
         self, slots: torch.Tensor, num_requests: int, dtype: torch.dtype
@@ -63,13 +68,43 @@ class LayerCache:
         rows = self.slots.index_select(0, slots)
         if rows.dtype != dtype:
             rows = rows.to(dtype)
-        num_keys, width = slots.shape[0] // num_requests, rows.shape[1]
+        num_keys = slots.shape[0] // num_requests
+        return self._heads(rows, num_requests, num_keys, num_keys)
+
+    def dense(self, plan: DensePlan, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what `gather` does of `plan.key_slots`, as views of a dense copy in `dtype`.
+
+        The copy is brought up to date first: the step's own keys and values must be written.
+        """
+        width = self.slots.shape[1]
+        rows, done = self._dense.get(plan.copy, (None, 0))
+        if rows is None:
+            rows = _zeros((plan.num_rows * plan.row_len, width), dtype, self.slots.device)
+        columns, slots = plan.columns, plan.slots
+        if done not in (plan.previous, plan.number):
+            columns, slots = plan.everything()
+        if columns.shape[0]:
+            new = self.slots.index_select(0, slots)
+            rows.index_copy_(0, columns, new if new.dtype == dtype else new.to(dtype))
+        self._dense[plan.copy] = rows, plan.number
+        num_requests, num_keys = plan.key_slots.shape
+        return self._heads(rows, num_requests, num_keys, plan.row_len)
+
+    def forget_dense(self, number: int) -> None:
+        """Drop this layer's part of a dense copy."""
+        self._dense.pop(number, None)
+
+    def _heads(
+        self, rows: torch.Tensor, num_requests: int, num_keys: int, row_len: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views [B, Hkv, K, D] and [B, Hkv, K, Dv] of `rows`, `row_len` to a request."""
+        width = rows.shape[1]
         key_width = width - self.num_kv_heads * self.value_dim
 
         def view(dim: int, start: int) -> torch.Tensor:
             return rows.as_strided(
                 (num_requests, self.num_kv_heads, num_keys, dim),
-                (num_keys * width, dim, width, 1),
+                (row_len * width, dim, width, 1),
                 start,
             )
 
@@ -91,7 +126,10 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         proposer_layout: Sequence[LayerKV] = (),
+        *,
+        max_dense_bytes: int = 0,
     ) -> None:
+        """max_dense_bytes: what dense copies of the target's layers may take; 0: there are none."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.null_slot = num_blocks * block_size
@@ -109,11 +147,17 @@ class KVCache:
                 f"num_blocks={num_blocks}: a KV cache of {size / 2**30:.1f} GiB does not fit in "
                 "memory; lower num_blocks"
             ) from error
+        self._stamps = SlotStamps(num_slots)
+        self.dense_copies: DenseCopies | None = None
+        max_columns = max_dense_bytes // (sum(kv.width for kv in layout) * _DENSE_ITEMSIZE)
+        if max_columns:
+            self.dense_copies = DenseCopies(self._stamps, max_columns, self._forget_dense)
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Zero whole blocks: one NaN in a masked slot would poison attention."""
         for block_id in block_ids:
             first = block_id * self.block_size
+            self._stamps.renew(np.arange(first, first + self.block_size))
             for layer in (*self.layers, *self.proposer_layers):
                 layer.slots[first : first + self.block_size].zero_()
 
@@ -124,6 +168,7 @@ class KVCache:
         """
         if len(source) == 0:
             return
+        self._stamps.renew(np.asarray(target))
         device = self.layers[0].slots.device
         read, written = (
             torch.from_numpy(np.asarray(slots, dtype=np.int64)).to(device)
@@ -131,6 +176,29 @@ class KVCache:
         )
         for layer in self.layers:
             layer.slots.index_copy_(0, written, layer.slots.index_select(0, read))
+
+    def _forget_dense(self, number: int) -> None:
+        for layer in self.layers:
+            layer.forget_dense(number)
+
+
+def _side_by_side(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return `key` [T, Hkv, D] and `value` [T, Hkv, Dv] as rows [T, width], uncopied if possible.
+
+    As slices of one projection they do; then a copy less is made.
+    """
+    num_tokens, num_heads, head_dim = key.shape
+    inner = (head_dim, 1), (value.shape[2], 1)
+    key_width = num_heads * head_dim
+    if (
+        (key.stride()[1:], value.stride()[1:]) == inner
+        and key.stride(0) == value.stride(0)
+        and value.untyped_storage().data_ptr() == key.untyped_storage().data_ptr()
+        and value.storage_offset() == key.storage_offset() + key_width
+    ):
+        width = key_width + num_heads * value.shape[2]
+        return key.as_strided((num_tokens, width), (key.stride(0), 1))
+    return torch.cat([key.flatten(1), value.flatten(1)], dim=1)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

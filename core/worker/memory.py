@@ -19,6 +19,7 @@ from foresay.core.worker.kv_cache import KVCache, LayerKV, block_bytes
 from foresay.core.worker.target import TargetModel
 
 CPU_SHARE = 0.25  # of the memory that is free once the weights are loaded
+DENSE_SHARE = 0.125  # of it, at most, for dense copies of what is running (`dense_kv`)
 GPU_SHARE = 0.90
 DEFAULT_MAX_MODEL_LEN = 4096  # for a model that states no limit
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,6 +31,9 @@ from foresay.core.worker.rejection_sampler import VerifyRequest, VerifyResult, v
 from foresay.core.worker.request_state import BlockTable, DraftParents, RequestState, TokenView
 from foresay.core.worker.target import TargetModel
 from foresay.core.worker.tree_columns import within_members
+
+if TYPE_CHECKING:
+    from foresay.core.worker.graphs import Graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +61,12 @@ class ModelRunner:
         max_model_len: int,
         row_invariant: bool,
         summary: str,
+        graphs: Graphs | None = None,
     ) -> None:
-        """The facts are for the engine: limits, what was found out, one line that says so."""
+        """The facts are for the engine: limits, what was found out, one line that says so.
+
+        graphs: passes over `cache` that were captured, for the steps that they take.
+        """
         self.target = target
         self.cache = cache
         self.proposers = proposers
@@ -79,6 +87,7 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self.row_invariant = row_invariant
         self.summary = summary
+        self.graphs = graphs
         self._states: dict[str, RequestState] = {}
         self._step: SchedulerOutput | None = None  # the step executed last, not yet drafted for
 
@@ -308,6 +317,10 @@ class ModelRunner:
             slot_mapping.append(slots[-1][start:])
             num_output = step.num_output_rows[req_id]
             output_rows.append(np.arange(len(input_ids) - num_output, len(input_ids)))
+        if self.graphs is not None and sum(map(len, output_rows)) == len(input_ids):
+            logits = self.graphs.run(input_ids, positions, slots, slot_mapping, trees, capture)
+            if logits is not None:
+                return logits
         num_padding = self.target.min_rows - len(input_ids)
         if num_padding > 0:
             # Repeat the last row of the last request; its key and value go where nobody reads.
@@ -327,6 +340,8 @@ class ModelRunner:
             self.target.attention_rules,
             device,
             trees if any(tree is not None for tree in trees) else None,
+            owners=list(step.num_scheduled_tokens),
+            dense_copies=self.cache.dense_copies,
         )
         return self.target.forward(
             torch.tensor(input_ids, device=device),

@@ -22,7 +22,9 @@ from foresay.core.registry import ModelAlias
 from foresay.core.worker.attention import AttentionMetadata, AttentionRules
 from foresay.core.worker.capture import Capture
 from foresay.core.worker.decoder import FastDecoder, Heads
+from foresay.core.worker.int8_linear import Int8Linear, is_available
 from foresay.core.worker.kv_cache import KVCache, LayerKV
+from foresay.core.worker.linear import Linear
 from foresay.core.worker.loading import (
     choose_device,
     choose_dtype,
@@ -194,6 +196,7 @@ def load_target(
     tokenizer: Any = None,
     dtype: str = "auto",
     device: str = "auto",
+    quantization: str | None = None,
     row_invariant: bool = True,
     max_model_len: int | None = None,
     aliases: Mapping[str, ModelAlias] | None = None,
@@ -207,6 +210,8 @@ def load_target(
         nothing in the object is changed. Its weights are shared where they need no packing: do not
         change them in place afterwards.
     tokenizer: a tokenizer, or where to load one from; None: the model's own, if it has one.
+    quantization: "int8" rounds the weights of all products to int8, on a CPU and for foresay's own
+        decoder only; the embeddings, and all that is computed, keep their dtype.
     row_invariant: compute each row independently of its batch, as far as the kernels allow it.
     max_model_len: what the engine was asked for; it decides longrope's form.
     on_config: is given the model's config before any weight is read, and may raise.
@@ -214,16 +219,25 @@ def load_target(
         compare them.
 
     Raises `ModelError` if there is no such model or it cannot be run exactly, `ConfigError` for a
-    wrong dtype or device.
+    wrong dtype or device, or where the quantisation cannot be had.
     """
     if isinstance(tokenizer, str | Path):
         tokenizer = load_tokenizer(str(tokenizer))
     if isinstance(model, str | Path):
-        found = _from_source(str(model), tokenizer, dtype, device, aliases or {}, on_config)
+        chosen = choose_device(device)
+        _check_quantization(quantization, chosen)
+
+        def check(config: Any) -> None:
+            if quantization is not None:
+                _check_is_fast(quantization, FastDecoder.supports(config))
+            on_config(config)
+
+        found = _from_source(str(model), tokenizer, dtype, chosen, aliases or {}, check)
     else:
         found = _from_object(model, tokenizer, dtype, device)
+        _check_quantization(quantization, found.model.device)
         on_config(model.config)
-    return _build(found, row_invariant, max_model_len, force_transformers)
+    return _build(found, quantization, row_invariant, max_model_len, force_transformers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,14 +275,13 @@ def _from_source(
     name: str,
     tokenizer: Any,
     dtype: str,
-    device: str,
+    device: torch.device,
     aliases: Mapping[str, ModelAlias],
     on_config: Callable[[Any], None],
 ) -> _Ingredients:
-    chosen = choose_device(device)
-    choose_dtype(dtype, torch.float32, chosen)  # a wrong name is an error before any download
+    choose_dtype(dtype, torch.float32, device)  # a wrong name is an error before any download
     source = find_source(name, aliases)
-    loaded = load(source, dtype, chosen, on_config)
+    loaded = load(source, dtype, device, on_config)
     if tokenizer is None:
         tokenizer = find_tokenizer(source)
     return _Ingredients(loaded.model, tokenizer, loaded.checkpoint, loaded.note, is_ours=True)
@@ -309,6 +322,7 @@ def _from_object(model: Any, tokenizer: Any, dtype: str, device: str) -> _Ingred
 
 def _build(
     found: _Ingredients,
+    quantization: str | None,
     row_invariant: bool,
     max_model_len: int | None,
     force_transformers: bool,
@@ -318,9 +332,16 @@ def _build(
     limit = length_limit(config)
     dtype, device = model.dtype, model.device
     reason = "asked for" if force_transformers else _why_not_fast(model)
+    _check_is_fast(quantization, reason)
     decoder: FastDecoder | TransformersDecoder
     if reason is None:
-        decoder = FastDecoder(model, device=device, dtype=dtype, row_invariant=row_invariant)
+        decoder = FastDecoder(
+            model,
+            device=device,
+            dtype=dtype,
+            row_invariant=row_invariant,
+            linear=Linear if quantization is None else Int8Linear,
+        )
         how = "foresay's own decoder"
     else:
         own = model if found.is_ours else private_copy(model)
@@ -336,6 +357,8 @@ def _build(
             f"{num_embeddings} tokens"
         )
     precision = f"{dtype_name(dtype)} on {device}" + (f" ({found.note})" if found.note else "")
+    if quantization is not None:
+        precision += f", {quantization} weights"
     return TargetModel(
         config=config,
         vocab_size=decoder.vocab_size,
@@ -354,6 +377,29 @@ def _build(
         description=f"{config.model_type}, {precision}, {how}",
         decoder=decoder,
     )
+
+
+def _check_quantization(quantization: str | None, device: torch.device) -> None:
+    if quantization is None:
+        return
+    if device.type != "cpu":
+        raise ConfigError(
+            f"quantization={quantization!r} is for a CPU, and the model's device is "
+            f"{str(device)!r}: set device to 'cpu' or leave quantization out"
+        )
+    if not is_available():
+        raise ConfigError(
+            f"quantization={quantization!r}: torch {torch.__version__} comes without oneDNN here, "
+            "which computes it"
+        )
+
+
+def _check_is_fast(quantization: str | None, reason: str | None) -> None:
+    if quantization is not None and reason is not None:
+        raise ConfigError(
+            f"quantization={quantization!r} needs foresay's own decoder, which does not run this "
+            f"model: {reason}"
+        )
 
 
 def _why_not_fast(model: Any) -> str | None:

@@ -27,7 +27,7 @@ import torch
 from foresay.core.proposer import Draft, DraftInput, DraftRequest
 from foresay.core.worker.calibration import Calibration
 from foresay.core.worker.draft_tree import DraftTree
-from foresay.core.worker.drafting import DrafterModel, take_features
+from foresay.core.worker.drafting import DrafterModel, on_device, take_features
 
 _MOST_CHILDREN = 8  # of a node that are looked at
 
@@ -181,8 +181,8 @@ class TreeDrafter:
             token_ids = [growth.tree.token_ids[number] for growth, number in nodes]
             num_passes += 1
             out = model.forward(
-                torch.tensor(token_ids, device=states.device),
-                states[torch.tensor(above, device=states.device)],
+                on_device(token_ids, states.device),
+                states[on_device(above, states.device)],
                 rows,
                 num_passes,
             )

@@ -4,8 +4,9 @@ Knows rows' positions, their keys' slots and trees, and what a device can take. 
 arithmetic (`kernels.attention` does; `attention` is its reference in torch), nor what a draft is.
 
 A row's result depends on the row and its keys alone: which rows share a tile, and whether one
-program takes all of a tile's splits or each has its own, changes no bit of it. `kernels.attention`
-says what that rests on. Needs triton, and tensors on a GPU or Triton's interpreter.
+program takes all of a tile's splits or several share them, changes no bit of it.
+`kernels.attention` says what that rests on. Needs triton, and tensors on a GPU or Triton's
+interpreter.
 """
 
 from __future__ import annotations
@@ -64,43 +65,54 @@ class Tiling:
 
 
 @dataclass(slots=True)
-class _Plan:
+class Plan:
     """Work items of a step for layers of one shape."""
 
     items: torch.Tensor  # [num_items, kernels.NUM_FIELDS] int32
     first_parts: torch.Tensor  # [num_tokens] int32
     merged: torch.Tensor  # [num_merged, kernels.NUM_MERGED_FIELDS] int32: rows that have parts
     num_parts: int
+    all_parts: bool  # whether all splits are left to merging
 
 
-@dataclass(slots=True)
-class TritonMetadata:
-    """A step's rows as the kernels see them. Rows are flat: request after request."""
+@dataclass(frozen=True, slots=True)
+class HostPlan:
+    """The same on the host, where it is made."""
 
-    key_slots: torch.Tensor  # [num_keys in all] int32, request after request
-    positions: torch.Tensor  # [num_tokens] int32
-    seen: torch.Tensor  # [num_tokens * num_words] int32: bit i of a node's words: it sees node i
-    node_positions: torch.Tensor  # [num_nodes in all] int32, request after request
-    num_words: int
-    # The same step on the host. Of each row the key that ends what it sees; by request the rest.
-    _ends: np.ndarray
-    _query_lens: np.ndarray
-    _key_lens: np.ndarray
-    _text_ends: np.ndarray
-    _node_counts: np.ndarray
-    _plans: dict[tuple[Tiling, int, int, int], _Plan] = field(default_factory=dict)
+    items: np.ndarray
+    first_parts: np.ndarray
+    merged: np.ndarray
+    num_parts: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """A step's rows on the host, request after request: where they lie and what they see."""
+
+    positions: np.ndarray  # [num_tokens]
+    seen: np.ndarray  # [num_tokens, num_words] int32: bit i of a node's words: it sees node i
+    node_positions: np.ndarray  # [num_nodes in all]
+    ends: np.ndarray  # [num_tokens] the key that ends what each row sees
+    query_lens: np.ndarray  # these by request
+    key_lens: np.ndarray
+    text_ends: np.ndarray
+    node_counts: np.ndarray
 
     @staticmethod
-    def build(
+    def of(
         positions: Sequence[np.ndarray],
         slots: Sequence[np.ndarray],
         trees: Sequence[TreeLayout | None] | None,
-        device: torch.device,
-    ) -> TritonMetadata:
-        """Lay out one step; arguments as those of `AttentionMetadata.build`."""
+        num_words: int | None = None,
+    ) -> RowLayout:
+        """Lay out one step; arguments as those of `AttentionMetadata.build`.
+
+        num_words: words of a row's mask; None: what the largest tree needs.
+        """
         trees = trees or [None] * len(positions)
-        found = [tree for tree in trees if tree is not None]
-        num_words = -(-max((len(tree.parents) for tree in found), default=0) // _WORD)
+        if num_words is None:
+            found = [tree for tree in trees if tree is not None]
+            num_words = words_of(max((len(tree.parents) for tree in found), default=0))
         query_lens = np.array([len(rows) for rows in positions])
         starts = np.cumsum(query_lens) - query_lens
         flat = np.concatenate(positions)
@@ -120,66 +132,56 @@ class TritonMetadata:
             seen[start + is_node, : words.shape[1]] = words[nodes]
             ends[start + is_node] = tree.first + nodes + 1  # a node comes after those above it
             depths.append(positions_of_nodes)
-        key_slots, on_device, masks, node_positions = _to_device(
-            [
-                np.concatenate(slots),
-                flat,
-                seen.ravel().view(np.int32),
-                np.concatenate([*depths, np.empty(0, dtype=np.int64)]),
-            ],
-            device,
-        )
-        return TritonMetadata(
-            key_slots=key_slots,
-            positions=on_device,
-            seen=masks,
-            node_positions=node_positions,
-            num_words=num_words,
-            _ends=ends,
-            _query_lens=query_lens,
-            _key_lens=np.array([len(keys) for keys in slots]),
-            _text_ends=np.array([_TEXT if tree is None else tree.first for tree in trees]),
-            _node_counts=np.array([0 if tree is None else len(tree.parents) for tree in trees]),
+        return RowLayout(
+            positions=flat,
+            seen=seen.view(np.int32),
+            node_positions=np.concatenate([*depths, np.empty(0, dtype=np.int64)]),
+            ends=ends,
+            query_lens=query_lens,
+            key_lens=np.array([len(keys) for keys in slots]),
+            text_ends=np.array([_TEXT if tree is None else tree.first for tree in trees]),
+            node_counts=np.array([0 if tree is None else len(tree.parents) for tree in trees]),
         )
 
-    def plan(self, tiling: Tiling, fold: int, num_kv_heads: int, num_programs: int) -> _Plan:
-        """Return the work items, made once per step and shape of layers.
+    def plan(
+        self, tokens_per_tile: int, split_len: int, num_programs: int, max_items: int | None = None
+    ) -> HostPlan:
+        """Share the rows out among programs, `num_programs` of which keep the device busy.
 
-        num_programs: what keeps the device busy; tiles are split as far as there are fewer.
+        A tile is shared out if it has more than its share of the work: each split is an item then,
+        and a part of each row.
+
+        With `max_items`, at least the number of tiles, an item may have several splits, and all
+        splits are parts of their rows: for launches that serve many steps.
         """
-        key = (tiling, fold, num_kv_heads, num_programs)
-        if key not in self._plans:
-            self._plans[key] = self._make_plan(
-                tiling.block_m // fold, tiling.split_len, -(-num_programs // num_kv_heads)
-            )
-        return self._plans[key]
-
-    def _make_plan(self, tokens_per_tile: int, split_len: int, num_programs: int) -> _Plan:
-        tiles_of = -(-self._query_lens // tokens_per_tile)
+        tiles_of = -(-self.query_lens // tokens_per_tile)
         request, index = _spread(tiles_of)  # [num_tiles] each
-        starts = np.cumsum(self._query_lens) - self._query_lens
+        starts = np.cumsum(self.query_lens) - self.query_lens
         first_token = starts[request] + index * tokens_per_tile
-        num_tokens = np.minimum(self._query_lens[request] - index * tokens_per_tile,
+        num_tokens = np.minimum(self.query_lens[request] - index * tokens_per_tile,
                                 tokens_per_tile)  # fmt: skip
-        key_end = np.maximum.reduceat(self._ends, first_token)
+        key_end = np.maximum.reduceat(self.ends, first_token)
         num_splits = -(-key_end // split_len)
-        # A tile is split if it has more than its share of the work.
         is_split = (num_splits > 1) & (num_splits * num_programs > num_splits.sum())
-        tile, split = _spread(np.where(is_split, num_splits, 1))  # [num_items] each
+        num_items = np.where(is_split, num_splits, 1)
+        if max_items is not None:
+            num_items = _limited(num_items, max_items)
+            is_split = num_splits > 0
+        tile, item = _spread(num_items)  # [num_items] each
         items = np.empty((len(tile), kernels.NUM_FIELDS.value), dtype=np.int32)
         columns = {
             kernels.FIRST_TOKEN: first_token,
             kernels.NUM_TOKENS: num_tokens,
-            kernels.FIRST_KEY: (np.cumsum(self._key_lens) - self._key_lens)[request],
+            kernels.FIRST_KEY: (np.cumsum(self.key_lens) - self.key_lens)[request],
             kernels.KEY_END: key_end,
-            kernels.TEXT_END: self._text_ends[request],
-            kernels.FIRST_NODE: (np.cumsum(self._node_counts) - self._node_counts)[request],
+            kernels.TEXT_END: self.text_ends[request],
+            kernels.FIRST_NODE: (np.cumsum(self.node_counts) - self.node_counts)[request],
             kernels.IS_PART: is_split,
         }
         for column, of_tiles in columns.items():
             items[:, column.value] = of_tiles[tile]
-        items[:, kernels.FIRST_SPLIT.value] = split
-        items[:, kernels.SPLIT_END.value] = np.where(is_split[tile], split + 1, num_splits[tile])
+        items[:, kernels.FIRST_SPLIT.value] = item * num_splits[tile] // num_items[tile]
+        items[:, kernels.SPLIT_END.value] = (item + 1) * num_splits[tile] // num_items[tile]
 
         tile_of_token, _ = _spread(num_tokens)  # tiles are in the order of tokens
         num_parts = np.where(is_split, num_splits, 0)[tile_of_token]
@@ -189,13 +191,88 @@ class TritonMetadata:
         merged[:, kernels.TOKEN.value] = tokens
         merged[:, kernels.FIRST_PART.value] = first_parts[tokens]
         merged[:, kernels.NUM_PARTS.value] = num_parts[tokens]
-        on_device = _to_device([items.ravel(), first_parts, merged.ravel()], self.positions.device)
-        return _Plan(
-            items=on_device[0].view(items.shape),
-            first_parts=on_device[1],
-            merged=on_device[2].view(merged.shape),
-            num_parts=int(num_parts.sum()),
+        return HostPlan(items, first_parts, merged, int(num_parts.sum()))
+
+
+@dataclass(slots=True)
+class TritonMetadata:
+    """A step's rows as the kernels see them. Rows are flat: request after request."""
+
+    key_slots: torch.Tensor  # [num_keys in all] int32, request after request
+    positions: torch.Tensor  # [num_tokens] int32
+    seen: torch.Tensor  # [num_tokens * num_words] int32: bit i of a node's words: it sees node i
+    node_positions: torch.Tensor  # [num_nodes in all] int32, request after request
+    num_words: int
+    layout: RowLayout | None  # the same step on the host; None where all plans are given
+    max_items: int | None = None  # see `RowLayout.plan`
+    plans: dict[tuple[Tiling, int, int, int], Plan] = field(default_factory=dict)
+
+    @staticmethod
+    def build(
+        positions: Sequence[np.ndarray],
+        slots: Sequence[np.ndarray],
+        trees: Sequence[TreeLayout | None] | None,
+        device: torch.device,
+    ) -> TritonMetadata:
+        """Lay out one step; arguments as those of `AttentionMetadata.build`."""
+        layout = RowLayout.of(positions, slots, trees)
+        key_slots, on_device, masks, node_positions = _to_device(
+            [
+                np.concatenate(slots),
+                layout.positions,
+                layout.seen.ravel(),
+                layout.node_positions,
+            ],
+            device,
         )
+        return TritonMetadata(
+            key_slots=key_slots,
+            positions=on_device,
+            seen=masks,
+            node_positions=node_positions,
+            num_words=layout.seen.shape[1],
+            layout=layout,
+        )
+
+    def plan(self, tiling: Tiling, fold: int, num_kv_heads: int, num_programs: int) -> Plan:
+        """Return the work items, made once per step and shape of layers.
+
+        num_programs: what keeps the device busy; tiles are split as far as there are fewer.
+        """
+        key = (tiling, fold, num_kv_heads, num_programs)
+        if key not in self.plans:
+            assert self.layout is not None, f"there is no plan for {key}"
+            plan = self.layout.plan(
+                tiling.block_m // fold,
+                tiling.split_len,
+                -(-num_programs // num_kv_heads),
+                self.max_items,
+            )
+            items, first_parts, merged = _to_device(
+                [plan.items.ravel(), plan.first_parts, plan.merged.ravel()], self.positions.device
+            )
+            self.plans[key] = Plan(
+                items=items.view(plan.items.shape),
+                first_parts=first_parts,
+                merged=merged.view(plan.merged.shape),
+                num_parts=plan.num_parts,
+                all_parts=self.max_items is not None,
+            )
+        return self.plans[key]
+
+
+def words_of(num_nodes: int) -> int:
+    """Return how many words the mask of a row takes, in a tree of `num_nodes` nodes."""
+    return -(-num_nodes // _WORD)
+
+
+def _limited(num_items: np.ndarray, max_items: int) -> np.ndarray:
+    """Return how many items each tile becomes if there may be no more: in proportion."""
+    more = num_items - 1  # than one
+    room = max_items - len(num_items)
+    if more.sum() > room:
+        more = more * room // more.sum()
+    return 1 + more
 
 
 def _spread(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -219,7 +296,7 @@ def _seen_nodes(tree: TreeLayout) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Return arrays as int32 on the device, in one transfer."""
+    """Return arrays as int32 on the device, in one transfer that waits for nothing."""
     lens = [len(array) for array in arrays]
     starts = np.cumsum([0, *(max(-(-n // _ALIGNED), 1) * _ALIGNED for n in lens)])
     packed = np.zeros(starts[-1], dtype=np.int32)
@@ -227,7 +304,7 @@ def _to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch
         packed[start : start + len(array)] = array
     on_device = torch.from_numpy(packed)
     if device.type != "cpu":
-        on_device = on_device.to(device)
+        on_device = on_device.to(device, non_blocking=True)
     return [on_device[start : start + n] for start, n in zip(starts, lens, strict=False)]
 
 
@@ -261,7 +338,7 @@ def attend(
     if query.dtype != dtype or query.stride(2) != 1:
         query = query.to(dtype).contiguous()
     tiling = tiling or Tiling.choose(fold, head_dim, value_dim, dtype)
-    plan = metadata.plan(tiling, fold, num_kv_heads, num_programs or _num_programs(device))
+    plan = metadata.plan(tiling, fold, num_kv_heads, num_programs or programs_of(device))
     out = query.new_empty(query.shape[0], num_heads, value_dim)
     sums = torch.empty(plan.num_parts, num_heads, 2, device=device)
     values = torch.empty(plan.num_parts, num_heads, value_dim, device=device)
@@ -278,7 +355,7 @@ def attend(
             block_d=max(triton.next_power_of_2(head_dim), 16), block_v=block_v,
             split_len=tiling.split_len, precision=_PRECISION,
             has_window=sliding_window is not None, has_softcap=softcap is not None,
-            has_sinks=sinks is not None,
+            has_sinks=sinks is not None, all_parts=plan.all_parts,
             num_warps=tiling.num_warps, num_stages=tiling.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
         if len(plan.merged):
@@ -291,7 +368,8 @@ def attend(
 
 
 @cache
-def _num_programs(device: torch.device) -> int:
+def programs_of(device: torch.device) -> int:
+    """Return how many programs keep a device busy."""
     if device.type != "cuda":
         return _PROGRAMS_WITHOUT_GPU
     processors = torch.cuda.get_device_properties(device).multi_processor_count

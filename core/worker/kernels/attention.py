@@ -9,7 +9,13 @@ one key head for a few consecutive query rows of one request, `block_m` in all. 
 in blocks of `block_n`, which begin at multiples of `block_n`, and in *splits* of `split_len`, which
 begin at multiples of `split_len`. Each split has its own maximum, sum of weights and sum of values;
 splits are merged in ascending order, by the same instructions whether one program has all of a
-tile's splits (`attention_kernel`) or each has a program of its own (then `merge_kernel` does it).
+tile's splits (`attention_kernel`) or several share them (then `merge_kernel` does it).
+
+A launch may have more work items, and rows to merge, than the step has: those of no tokens and no
+parts do nothing. So one launch, captured in a CUDA graph, serves many steps. How many items it has
+does not follow the lengths of contexts, so there an item may be any range of a tile's splits, and
+all splits are left to `merge_kernel` (`all_parts`), which is launched anyway. (To merge some here
+and store others would take more registers than there are.)
 
 So what a row gets depends on the row and its keys alone: block and split are counted from its
 request's first key, tile mates share no arithmetic with it, and what it does not see adds exact
@@ -35,7 +41,7 @@ TEXT_END = tl.constexpr(4)  # keys before it hold the positions 0, 1, ...; from 
 FIRST_NODE = tl.constexpr(5)  # its request's place among all nodes
 FIRST_SPLIT = tl.constexpr(6)
 SPLIT_END = tl.constexpr(7)
-IS_PART = tl.constexpr(8)  # whether the result waits for others: one split only
+IS_PART = tl.constexpr(8)  # whether other programs have splits of the tile, too
 NUM_FIELDS = tl.constexpr(9)
 
 # Columns of a row whose parts are to be merged.
@@ -73,6 +79,23 @@ def _divisor(top, total, sinks, has_sinks: tl.constexpr):
     return decay, total  # 0 in rows beyond the tile's, which are never stored
 
 
+@triton.jit
+def _store_part(
+    sums_ptr, values_ptr, first_parts_ptr, split, tokens, heads, value_dims, is_row, top, total,
+    values, num_heads: tl.constexpr, value_dim: tl.constexpr,
+):  # fmt: skip
+    """Store what a split has of a tile's rows, for `merge_kernel`."""
+    places = tl.load(first_parts_ptr + tokens, mask=is_row, other=0).to(tl.int64) + split
+    places = places * num_heads + heads
+    tl.store(sums_ptr + places * 2, top, mask=is_row)
+    tl.store(sums_ptr + places * 2 + 1, total, mask=is_row)
+    tl.store(
+        values_ptr + places[:, None] * value_dim + value_dims[None, :],
+        values,
+        mask=is_row[:, None] & (value_dims < value_dim)[None, :],
+    )
+
+
 @triton.jit(do_not_specialize=["num_words", "window"])
 def attention_kernel(
     query_ptr, query_stride, head_stride,  # [num_tokens, num_heads, head_dim]
@@ -91,13 +114,20 @@ def attention_kernel(
     block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, block_v: tl.constexpr,
     split_len: tl.constexpr, precision: tl.constexpr,  # of float32 products
     has_window: tl.constexpr, has_softcap: tl.constexpr, has_sinks: tl.constexpr,
+    all_parts: tl.constexpr,
 ):  # fmt: skip
-    """Attend for one tile: store its rows, or those of one split for `merge_kernel`.
+    """Attend for one tile: store its rows, or those of splits for `merge_kernel`.
+
+    The latter with `all_parts` for each split of the item; else for an item of one split that is
+    marked so.
 
     Scores are kept in units of log(2). What is not seen scores -inf, whatever its key holds; but
     its value is multiplied by 0, so it must be finite.
     """
     item_ptr = items_ptr + tl.program_id(0) * NUM_FIELDS
+    num_tokens = tl.load(item_ptr + NUM_TOKENS)
+    if num_tokens == 0:
+        return
     kv_head = tl.program_id(1)
     first_key = tl.load(item_ptr + FIRST_KEY)
     key_end = tl.load(item_ptr + KEY_END)
@@ -105,7 +135,7 @@ def attention_kernel(
     first_node = tl.load(item_ptr + FIRST_NODE)
 
     rows = tl.arange(0, block_m)
-    is_row = rows // fold < tl.load(item_ptr + NUM_TOKENS)
+    is_row = rows // fold < num_tokens
     tokens = (tl.load(item_ptr + FIRST_TOKEN) + rows // fold).to(tl.int64)
     heads = kv_head * fold + rows % fold
     dims = tl.arange(0, block_d)
@@ -182,23 +212,26 @@ def attention_kernel(
             )  # fmt: skip
             split_top = new_top
 
-        new_top = tl.maximum(top, split_top)
-        decay = _decay(top, new_top)
-        split_decay = _decay(split_top, new_top)
-        total = _sum(total, decay, split_total, split_decay)
-        values = _sum(values, decay[:, None], split_values, split_decay[:, None])
-        top = new_top
+        if all_parts:
+            _store_part(
+                part_sums_ptr, part_values_ptr, first_parts_ptr, split, tokens, heads, value_dims,
+                is_row, split_top, split_total, split_values, num_heads, value_dim,
+            )  # fmt: skip
+        else:
+            new_top = tl.maximum(top, split_top)
+            decay = _decay(top, new_top)
+            split_decay = _decay(split_top, new_top)
+            total = _sum(total, decay, split_total, split_decay)
+            values = _sum(values, decay[:, None], split_values, split_decay[:, None])
+            top = new_top
 
+    if all_parts:
+        return
     if tl.load(item_ptr + IS_PART) != 0:
-        part = tl.load(first_parts_ptr + tokens, mask=is_row, other=0).to(tl.int64)
-        places = (part + tl.load(item_ptr + FIRST_SPLIT)) * num_heads + heads
-        tl.store(part_sums_ptr + places * 2, top, mask=is_row)
-        tl.store(part_sums_ptr + places * 2 + 1, total, mask=is_row)
-        tl.store(
-            part_values_ptr + places[:, None] * value_dim + value_dims[None, :],
-            values,
-            mask=is_row[:, None] & (value_dims < value_dim)[None, :],
-        )
+        _store_part(
+            part_sums_ptr, part_values_ptr, first_parts_ptr, tl.load(item_ptr + FIRST_SPLIT),
+            tokens, heads, value_dims, is_row, top, total, values, num_heads, value_dim,
+        )  # fmt: skip
     else:
         sinks = tl.load(sinks_ptr + heads, mask=is_row, other=0.0) if has_sinks else 0.0
         decay, divisor = _divisor(top, total, sinks, has_sinks)
@@ -218,6 +251,9 @@ def merge_kernel(
 ):  # fmt: skip
     """Merge the parts of one row's head, in ascending order, and store it."""
     row_ptr = merged_ptr + tl.program_id(0) * NUM_MERGED_FIELDS
+    num_parts = tl.load(row_ptr + NUM_PARTS)
+    if num_parts == 0:
+        return
     head = tl.program_id(1)
     token = tl.load(row_ptr + TOKEN).to(tl.int64)
     first_part = tl.load(row_ptr + FIRST_PART).to(tl.int64)
@@ -227,7 +263,7 @@ def merge_kernel(
     top = tl.full((), -_INF, tl.float32)
     total = tl.full((), 0.0, tl.float32)
     values = tl.zeros((block_v,), tl.float32)
-    for part in range(tl.load(row_ptr + NUM_PARTS)):
+    for part in range(num_parts):
         place = (first_part + part) * num_heads + head
         split_top = tl.load(part_sums_ptr + place * 2)
         split_total = tl.load(part_sums_ptr + place * 2 + 1)

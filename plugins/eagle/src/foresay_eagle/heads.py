@@ -24,9 +24,9 @@ from foresay.core.worker.decoder import (
     Attend,
     Heads,
     Linear,
+    RMSNorm,
     RotaryTable,
     SelfAttention,
-    vector,
 )
 from foresay_eagle.layout import HeadLayout
 from foresay_eagle.weights import HeadWeights
@@ -40,8 +40,6 @@ class _Head:
     def __init__(self, layout: HeadLayout, weights: HeadWeights, target: TargetView) -> None:
         self.layout = layout
         dtype, device = target.dtype, target.device
-        self._dim = (layout.hidden_size,)
-        self._eps = layout.eps
         self.embeddings = _embeddings(layout, weights, target)
         vocabulary = _vocabulary(layout, weights, target)
         self.lm_head, self.draft_to_target = vocabulary.lm_head, vocabulary.draft_to_target
@@ -62,19 +60,18 @@ class _Head:
             row_invariant=False,
         )
         self.mlp = MLP(weights.mlp, dtype, device, row_invariant=False)
-        self.norms = {name: vector(norm, dtype, device) for name, norm in weights.norms.items()}
+        self.norms = {
+            name: RMSNorm(weight.to(device, dtype), layout.eps)
+            for name, weight in weights.norms.items()
+        }
         self.rotary = RotaryTable(_rotary(layout).to(device), dtype, device)
         self.rotary.reserve(target.max_model_len)
-
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        weight = self.norms[name]
-        return F.rms_norm(x, weight.shape, weight, self._eps)
 
     def _layer(self, x: torch.Tensor, residual: torch.Tensor, rows: KVRows) -> torch.Tensor:
         cos, sin = self.rotary.rows(rows.positions)
         attend: Attend = functools.partial(rows.attend, 0)
         residual = self.attention(x, residual, cos, sin, attend)
-        return self.mlp(self._norm(residual, "post_attention_layernorm"), residual)
+        return self.mlp(self.norms["post_attention_layernorm"](residual), residual)
 
 
 class EagleHead(_Head):
@@ -112,25 +109,25 @@ class Eagle3Head(_Head):
         assert hidden is not None
         if step == 0:
             hidden = self._joined(hidden)
-        normed = self._norm(hidden, "hidden_norm")
-        embedded = self._norm(F.embedding(token_ids, self.embeddings), "input_layernorm")
+        normed = self.norms["hidden_norm"](hidden)
+        embedded = self.norms["input_layernorm"](F.embedding(token_ids, self.embeddings))
         residual = normed if self.layout.norm_before_residual else hidden
         out = self._layer(torch.cat([embedded, normed], dim=-1), residual, rows)
-        return self._norm(out, "norm") if self.layout.norm_output else out
+        return self.norms["norm"](out) if self.layout.norm_output else out
 
     def logits(self, hidden: torch.Tensor, step: int) -> torch.Tensor:  # noqa: ARG002
         """Return logits [n, draft_vocab]."""
-        return self.lm_head(hidden if self.layout.norm_output else self._norm(hidden, "norm"))
+        return self.lm_head(hidden if self.layout.norm_output else self.norms["norm"](hidden))
 
     def _joined(self, streams: torch.Tensor) -> torch.Tensor:
         """Return [num_rows, hidden_size] of the target's `streams` [num_rows, num_streams, H]."""
         if "fc_norm.0" in self.norms:
             each = enumerate(streams.unbind(dim=1))
-            x = torch.cat([self._norm(stream, f"fc_norm.{i}") for i, stream in each], dim=-1)
+            x = torch.cat([self.norms[f"fc_norm.{i}"](stream) for i, stream in each], dim=-1)
         else:
             x = streams.flatten(1)
         if "input_norm" in self.norms:
-            x = self._norm(x, "input_norm")
+            x = self.norms["input_norm"](x)
         return self.fc(x)
 
 

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from foresay.core.errors import ModelError
 from foresay.core.proposer import KVRows, TargetView
-from foresay.core.worker.decoder import Attend, DecoderBlock, Heads, Linear, RotaryTable, vector
+from foresay.core.worker.decoder import Attend, DecoderBlock, Heads, Linear, RMSNorm, RotaryTable
 from foresay_mtp.layout import Layout
 from foresay_mtp.shape import BlockShape
 from foresay_mtp.weights import ModuleWeights, Weights, is_target_head
@@ -40,8 +40,8 @@ class Module:
         device: torch.device,
     ) -> None:
         self._embeddings = embeddings
-        self._embedding_norm = vector(weights.embedding_norm, dtype, device)
-        self._hidden_norm = vector(weights.hidden_norm, dtype, device)
+        self._embedding_norm = RMSNorm(weights.embedding_norm.to(device, dtype), shape.eps)
+        self._hidden_norm = RMSNorm(weights.hidden_norm.to(device, dtype), shape.eps)
         self._projection = Linear(weights.projection.to(device, dtype), None, dtype, pack=True)
         self._block = DecoderBlock(
             weights.block,
@@ -50,8 +50,7 @@ class Module:
             dtype=dtype,
             device=device,
         )
-        self._output_norm = vector(weights.output_norm, dtype, device)
-        self._eps = shape.eps
+        self._output_norm = RMSNorm(weights.output_norm.to(device, dtype), shape.eps)
         self._hidden_first = layout.family.hidden_first
         self._zeroes_first_embedding = layout.family.zeroes_first_embedding
 
@@ -68,14 +67,11 @@ class Module:
         embedded = F.embedding(token_ids, self._embeddings)
         if self._zeroes_first_embedding:
             embedded = embedded.masked_fill((positions == 0)[:, None], 0.0)
-        parts = [self._norm(embedded, self._embedding_norm), self._norm(hidden, self._hidden_norm)]
+        parts = [self._embedding_norm(embedded), self._hidden_norm(hidden)]
         if self._hidden_first:
             parts.reverse()
         x = self._projection(torch.cat(parts, dim=-1))
-        return self._norm(self._block(x, cos, sin, attend), self._output_norm)
-
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, weight.shape, weight, self._eps)
+        return self._output_norm(self._block(x, cos, sin, attend))
 
 
 class Modules:
