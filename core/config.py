@@ -224,6 +224,13 @@ class SpeculativeConfig(_Frozen):
             )
         return value
 
+    drafter_quantization: Literal["auto", "int8", "none"] = Field(
+        default="auto",
+        description="'int8': a drafter's weights are rounded to int8, on a CPU; its drafts cost "
+        "less, and the text is the same. 'auto': where that was found to pay (a CPU that "
+        "computes in float32, with integer instructions). For eagle, medusa and mtp.",
+    )
+
     @field_validator("drafter", mode="before")
     @classmethod
     def _a_name_or_names(cls, value: Any) -> Any:

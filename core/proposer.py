@@ -101,6 +101,9 @@ class TargetView:
     # From token ids [n] int64 to what gives their logits, weight [n, hidden_size] and bias [n] or
     # None, copied; if lm_head is needed. For a drafter over fewer tokens.
     lm_head_rows: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]] | None = None
+    # Whether the products of a drafter's own weights should be in int8: see
+    # `foresay.core.worker.int8_linear.drafter_linear`. A proposer may ignore it.
+    int8_drafter: bool = False
 
 
 @dataclass(frozen=True, slots=True)

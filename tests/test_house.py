@@ -79,7 +79,14 @@ KNOWN_TO_PLUGINS = [
     *(f"{WORKER}.{name}" for name in ("drafter_kv", "chain_training", "distilling")),
     *(
         f"{WORKER}.{name}"
-        for name in ("layer_shape", "linear", "draft_tree", "draft_trie", "tree_drafting")
+        for name in (
+            "layer_shape",
+            "linear",
+            "int8_linear",
+            "draft_tree",
+            "draft_trie",
+            "tree_drafting",
+        )
     ),
 ]
 # A plugin with commands of its own reads options, finds plugins and builds settings as ours do.

@@ -82,6 +82,7 @@ def bench(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     quantization: options.Quantization = None,
+    drafter_quantization: options.DrafterQuantization = "auto",
     enforce_eager: options.EnforceEager = False,
     predictions: Annotated[
         bool,
@@ -133,6 +134,7 @@ def bench(
                     dtype=dtype,
                     device=device,
                     quantization=quantization,
+                    drafter_quantization=drafter_quantization,
                     enforce_eager=enforce_eager,
                     max_num_seqs=batch_size,
                     max_num_batched_tokens=max(2048, _ROWS_PER_PROMPT * batch_size),

@@ -71,6 +71,7 @@ def chat(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     quantization: options.Quantization = None,
+    drafter_quantization: options.DrafterQuantization = "auto",
     enforce_eager: options.EnforceEager = False,
     prefix_caching: Annotated[
         bool,
@@ -114,6 +115,7 @@ def chat(
             dtype=dtype,
             device=device,
             quantization=quantization,
+            drafter_quantization=drafter_quantization,
             enforce_eager=enforce_eager,
             enable_prefix_caching=prefix_caching,
         )

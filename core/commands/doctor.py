@@ -124,6 +124,7 @@ def doctor(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     quantization: options.Quantization = None,
+    drafter_quantization: options.DrafterQuantization = "auto",
     out: Annotated[
         str | None,
         typer.Option("--json", metavar="OUT", help="Write all of it to a file; '-': to stdout."),
@@ -155,6 +156,7 @@ def doctor(
         dtype=dtype,
         device=device,
         quantization=quantization,
+        drafter_quantization=drafter_quantization,
         max_num_seqs=batch_size,
         max_num_batched_tokens=max(2048, (_ROWS_PER_PROMPT + (k or 0)) * batch_size),
         enable_prefix_caching=False,  # every call computes its prompts

@@ -72,6 +72,13 @@ Quantization = Annotated[
         "--quantization", help="'int8': weights rounded to int8, on a CPU. Default: as they are."
     ),
 ]
+DrafterQuantization = Annotated[
+    str,
+    typer.Option(
+        "--drafter-quantization",
+        help="A drafter's weights: 'int8', 'none' (as they are), or 'auto': int8 where that pays.",
+    ),
+]
 EnforceEager = Annotated[
     bool,
     typer.Option(

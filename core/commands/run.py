@@ -43,6 +43,7 @@ def run(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     quantization: options.Quantization = None,
+    drafter_quantization: options.DrafterQuantization = "auto",
     enforce_eager: options.EnforceEager = False,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text: no chat template.")
@@ -85,6 +86,7 @@ def run(
         dtype=dtype,
         device=device,
         quantization=quantization,
+        drafter_quantization=drafter_quantization,
         enforce_eager=enforce_eager,
     ) as llm:
         if llm.tokenizer is None:

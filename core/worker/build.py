@@ -10,13 +10,21 @@ from dataclasses import replace
 from typing import Any
 
 from foresay.core.config import EngineConfig
-from foresay.core.errors import ForesayError, PluginError, UnknownModelError, nearest, one_line
+from foresay.core.errors import (
+    ConfigError,
+    ForesayError,
+    PluginError,
+    UnknownModelError,
+    nearest,
+    one_line,
+)
 from foresay.core.offers import shown
 from foresay.core.plugins import PluginManager
 from foresay.core.proposer import Needs, TargetView
 from foresay.core.worker.attention_backend import triton_backend
 from foresay.core.worker.chain import Member, ProposerChain
 from foresay.core.worker.choosing import Choice, choose, describe
+from foresay.core.worker.int8_linear import is_available, pays_for_drafters
 from foresay.core.worker.invariance import rows_are_invariant
 from foresay.core.worker.kv_cache import KVCache, LayerKV, block_bytes
 from foresay.core.worker.memory import (
@@ -75,10 +83,16 @@ def build_runner(
         )
     except UnknownModelError as error:
         raise UnknownModelError(f"{error}{plugins.unavailable()}") from error
+    int8_drafter = _int8_drafter(target, config)
     most_positions = config.max_model_len or target.max_model_len or DEFAULT_MAX_MODEL_LEN
 
     def view(needs: Needs) -> TargetView:
-        return target.view(most_positions, embeddings=needs.embeddings, lm_head=needs.lm_head)
+        return target.view(
+            most_positions,
+            embeddings=needs.embeddings,
+            lm_head=needs.lm_head,
+            int8_drafter=int8_drafter,
+        )
 
     members = [
         Member(*_build_proposer(choice, view(needs), needs, config), k)
@@ -169,6 +183,19 @@ def _graphs_module(target: TargetModel, config: EngineConfig) -> Any | None:
     if config.enforce_eager or not target.is_fast or triton_backend(target.device) is None:
         return None
     return importlib.import_module("foresay.core.worker.graphs")
+
+
+def _int8_drafter(target: TargetModel, config: EngineConfig) -> bool:
+    """Whether drafters are to have their products in int8; raises `ConfigError`."""
+    wanted = config.speculative.drafter_quantization
+    if wanted == "int8" and (target.device.type != "cpu" or not is_available()):
+        raise ConfigError(
+            f"drafter_quantization='int8' is for CPUs (with oneDNN); the model is on "
+            f"{str(target.device)!r}"
+        )
+    if wanted == "auto":
+        return pays_for_drafters(target.dtype, target.device, target.hidden_size)
+    return wanted == "int8"
 
 
 def _build_proposer(

@@ -14,15 +14,22 @@ from the model in its logits' divergence.
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 
-from foresay.core.worker.linear import Linear
+from foresay.core.worker.linear import Linear, compute_dtype
+
+if TYPE_CHECKING:
+    from foresay.core.proposer import TargetView
 
 _WEIGHT_LEVELS = 127
 # Rows of a weight that are rounded together, so that little memory is needed besides.
 _CHUNK = 4096
 _TINY = 1e-30  # in place of the largest element of a row of zeros
+# From this width on a drafter's weights do not stay in the cache between two steps, so that it
+# gains to read less of them. Below, the operations around the product take longer than it does.
+_DRAFTER_WIDTH = 256
 
 
 def is_available() -> bool:
@@ -41,6 +48,26 @@ def input_levels() -> int:
     weight = torch.full((32, 64), _WEIGHT_LEVELS, dtype=torch.int8)
     y = _product(x, 0, torch.ops.onednn.qlinear_prepack(weight, None), torch.ones(32))
     return 127 if bool((y == 64 * 255 * _WEIGHT_LEVELS).all()) else 63
+
+
+def pays_for_drafters(dtype: torch.dtype, device: torch.device, hidden_size: int) -> bool:
+    """Whether a drafter beside a target of this dtype and width is faster in int8.
+
+    On a CPU that computes in float32 and has instructions for integer products. In bfloat16 there
+    are half as many bytes to read, and nothing was measured.
+    """
+    return (
+        device.type == "cpu"
+        and compute_dtype(dtype, device) == torch.float32
+        and hidden_size >= _DRAFTER_WIDTH
+        and is_available()
+        and input_levels() == _WEIGHT_LEVELS
+    )
+
+
+def drafter_linear(target: TargetView) -> type[Linear]:
+    """Return what makes the products of a drafter's own weights beside `target`."""
+    return Int8Linear if target.int8_drafter else Linear
 
 
 class Int8Linear(Linear):

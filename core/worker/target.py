@@ -146,7 +146,14 @@ class TargetModel:
         """The output head: hidden states [n, hidden_size] to logits [n, vocab_size]."""
         return self.decoder.lm_head
 
-    def view(self, max_model_len: int, *, embeddings: bool, lm_head: bool) -> TargetView:
+    def view(
+        self,
+        max_model_len: int,
+        *,
+        embeddings: bool,
+        lm_head: bool,
+        int8_drafter: bool = False,
+    ) -> TargetView:
         """Return what drafters see of the model, with the weights that they asked for."""
         return TargetView(
             config=self.config,
@@ -161,6 +168,7 @@ class TargetModel:
             embeddings=self.embeddings if embeddings else None,
             lm_head=self.lm_head if lm_head else None,
             lm_head_rows=self.decoder.lm_head_rows if lm_head else None,
+            int8_drafter=int8_drafter,
         )
 
     def shallow(self) -> TargetModel:

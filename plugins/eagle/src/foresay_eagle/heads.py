@@ -28,6 +28,7 @@ from foresay.core.worker.decoder import (
     RotaryTable,
     SelfAttention,
 )
+from foresay.core.worker.int8_linear import drafter_linear
 from foresay_eagle.layout import HeadLayout
 from foresay_eagle.weights import HeadWeights
 
@@ -40,10 +41,11 @@ class _Head:
     def __init__(self, layout: HeadLayout, weights: HeadWeights, target: TargetView) -> None:
         self.layout = layout
         dtype, device = target.dtype, target.device
+        linear = drafter_linear(target)
         self.embeddings = _embeddings(layout, weights, target)
         vocabulary = _vocabulary(layout, weights, target)
         self.lm_head, self.draft_to_target = vocabulary.lm_head, vocabulary.draft_to_target
-        self.fc = Linear(
+        self.fc = linear(
             weights.fc.to(device, dtype),
             None if weights.fc_bias is None else weights.fc_bias.to(device, dtype),
             dtype,
@@ -58,8 +60,9 @@ class _Head:
             device=device,
             window=layout.window,
             row_invariant=False,
+            linear=linear,
         )
-        self.mlp = MLP(weights.mlp, dtype, device, row_invariant=False)
+        self.mlp = MLP(weights.mlp, dtype, device, row_invariant=False, linear=linear)
         self.norms = {
             name: RMSNorm(weight.to(device, dtype), layout.eps)
             for name, weight in weights.norms.items()
@@ -222,7 +225,7 @@ def _kept(layout: HeadLayout, ids: torch.Tensor, target: TargetView) -> torch.Te
 
 
 def _matrix(weight: torch.Tensor, bias: torch.Tensor | None, target: TargetView) -> Linear:
-    return Linear(
+    return drafter_linear(target)(
         weight.to(target.device, target.dtype),
         None if bias is None else bias.to(target.device, target.dtype),
         target.dtype,

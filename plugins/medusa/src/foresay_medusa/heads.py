@@ -14,6 +14,7 @@ import torch
 
 from foresay.core.proposer import TargetView
 from foresay.core.worker.decoder import Linear, silu
+from foresay.core.worker.int8_linear import drafter_linear
 from foresay_medusa.vocabulary import Matrix
 from foresay_medusa.weights import MedusaWeights
 
@@ -90,4 +91,4 @@ def _joined(blocks: Sequence[Matrix]) -> Matrix:
 def _linear(matrix: Matrix, target: TargetView) -> Linear:
     dtype, device = target.dtype, target.device
     bias = None if matrix.bias is None else matrix.bias.to(device, dtype)
-    return Linear(matrix.weight.to(device, dtype), bias, dtype, pack=True)
+    return drafter_linear(target)(matrix.weight.to(device, dtype), bias, dtype, pack=True)

@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from foresay.core.errors import ModelError
 from foresay.core.proposer import KVRows, TargetView
 from foresay.core.worker.decoder import Attend, DecoderBlock, Heads, Linear, RMSNorm, RotaryTable
+from foresay.core.worker.int8_linear import drafter_linear
 from foresay_mtp.layout import Layout
 from foresay_mtp.shape import BlockShape
 from foresay_mtp.weights import ModuleWeights, Weights, is_target_head
@@ -38,17 +39,19 @@ class Module:
         embeddings: torch.Tensor,
         dtype: torch.dtype,
         device: torch.device,
+        linear: type[Linear],
     ) -> None:
         self._embeddings = embeddings
         self._embedding_norm = RMSNorm(weights.embedding_norm.to(device, dtype), shape.eps)
         self._hidden_norm = RMSNorm(weights.hidden_norm.to(device, dtype), shape.eps)
-        self._projection = Linear(weights.projection.to(device, dtype), None, dtype, pack=True)
+        self._projection = linear(weights.projection.to(device, dtype), None, dtype, pack=True)
         self._block = DecoderBlock(
             weights.block,
             Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim),
             eps=shape.eps,
             dtype=dtype,
             device=device,
+            linear=linear,
         )
         self._output_norm = RMSNorm(weights.output_norm.to(device, dtype), shape.eps)
         self._hidden_first = layout.family.hidden_first
@@ -82,8 +85,9 @@ class Modules:
     ) -> None:
         """Fit modules to a target. Raises `ModelError` if they do not."""
         dtype, device = target.dtype, target.device
+        linear = drafter_linear(target)
         self._modules = [
-            Module(each, layout, shape, _embeddings(layout, each, target), dtype, device)
+            Module(each, layout, shape, _embeddings(layout, each, target), dtype, device, linear)
             for each in weights.modules
         ]
         self._heads = _heads(layout, weights, target)
@@ -152,7 +156,8 @@ def _heads(layout: Layout, weights: Weights, target: TargetView) -> list[Head]:
             len(weight),
             target.vocab_size,
         )
-        return [Linear(weight, bias, target.dtype, pack=True)] * len(weights.modules)
+        head = drafter_linear(target)(weight, bias, target.dtype, pack=True)
+        return [head] * len(weights.modules)
     heads: list[Head] = []
     for each in weights.modules:
         if each.lm_head is None or is_target_head(layout, each.lm_head):
@@ -166,7 +171,7 @@ def _heads(layout: Layout, weights: Weights, target: TargetView) -> list[Head]:
 def _head(weight: torch.Tensor, target: TargetView) -> Head:
     # Rows beyond the target's vocabulary are padding.
     weight = weight[: target.vocab_size].to(target.device, target.dtype)
-    return Linear(weight, None, target.dtype, pack=True)
+    return drafter_linear(target)(weight, None, target.dtype, pack=True)
 
 
 def _rotary(shape: BlockShape) -> torch.nn.Module:
