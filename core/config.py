@@ -228,7 +228,7 @@ class SpeculativeConfig(_Frozen):
         default="auto",
         description="'int8': a drafter's weights are rounded to int8, on a CPU; its drafts cost "
         "less, and the text is the same. 'auto': where that was found to pay (a CPU that "
-        "computes in float32, with integer instructions). For eagle, medusa and mtp.",
+        "computes in float32, with integer instructions). For heads: eagle, medusa, mtp.",
     )
 
     @field_validator("drafter", mode="before")
@@ -263,8 +263,9 @@ class EngineConfig(_Frozen):
     quantization: Literal["int8"] | None = Field(
         default=None,
         description="'int8', on a CPU and for the families of foresay's own decoder: weights are "
-        "rounded to int8 with one scale for each output. Another model by a little, a faster and "
-        "smaller one; speculation is as exact on it as on any.",
+        "rounded to int8 with one scale for each output. Another model by a little, and a "
+        "smaller one; faster than float32 where there are integer instructions. Speculation is as "
+        "exact on it as on any.",
     )
     seed: int = Field(default=0, description="Seeds the requests that have no seed of their own.")
     block_size: int = Field(default=16, ge=1, description="Tokens per KV block.")

@@ -8,8 +8,8 @@ All on real requests of random token ids in one engine, CPU only, with the model
 1. Rows: a request with a step of 1 row decodes, one with 8 has 7 drafts verified (random ones, so
    that it advances by one token). `products`: the calls of `Linear` that one forward makes, noted
    once with their inputs and made again in their order, and nothing else. `forward`: the target's,
-   inside the engine's step, attention's layout included. `step`: all of `Engine.advance`. They take
-   turns. The forward should take at most 1.25 times its products.
+   inside the engine's step; what lays out its batch is outside. `step`: all of `Engine.advance`.
+   They take turns. The forward should take at most 1.25 times its products.
 2. Outside: the part of a step that is not the forward (schedule, batch, verify, bookkeeping), with
    so many requests decoding at once, nobody drafting. At most 8 % for one, 15 % for 32.
 

@@ -8,7 +8,7 @@ usage: make bench [ARGS="..."]
 On a CPU with smollm2 and its shipped drafters, greedy, the prompts that come with foresay:
 
     batch1, batch8  each proposer's speed over plain decoding's in the same round (`bench_pairs`)
-    acceptance      mean acceptance length, in the runs of batch1
+    acceptance      mean acceptance length in the runs of batch1, of what the control lets draft
     step            the forward over its packed products, at 1 and 8 rows (`bench_step`)
     outside         the part of a step that is not the model, with 1 and 32 requests (`bench_step`)
 
@@ -193,12 +193,13 @@ def measure(options: Namespace) -> Record:
     """Measure all that is asked for, and make a record of it."""
     names = options.proposers.split(",")
     figures: dict[str, dict[str, Figure]] = {}
+    checked_out = commit(ROOT)  # what is measured, whatever is checked out by the end
     if "step" not in options.skip:
         figures |= measure_step(options)
     if not {"batch1", "batch8"} <= set(options.skip):
         figures |= measure_proposers(options, names)
     return Record(
-        commit=commit(ROOT),
+        commit=checked_out,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=machine(dtype_of_model()),
         workload={
@@ -206,6 +207,7 @@ def measure(options: Namespace) -> Record:
             "limit": options.limit,
             "max_tokens": options.max_tokens,
             "prompt_cap": options.prompt_cap,
+            "rounds": options.rounds,
         },
         figures=figures,
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -173,21 +175,77 @@ def test_memory_is_bounded_and_the_oldest_copy_goes_first() -> None:
     assert make_cache(0).dense_copies is None
 
 
-def test_attention_over_copies_has_the_same_bits() -> None:
+class _InterruptedArray(np.ndarray):
+    """Raises at its n-th assignment from outside."""
+
+    left = 0
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        type(self).left -= 1
+        if type(self).left == 0:
+            raise KeyboardInterrupt
+        super().__setitem__(key, value)
+
+
+@pytest.mark.parametrize("nth", range(1, 5))
+def test_an_interruption_loses_nothing(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C at each assignment of the bookkeeping; then the next step finds what is stored."""
+    torch.manual_seed(0)
+    cache = make_cache(10_000)
+    copies = cache.dense_copies
+    assert copies is not None
+    monkeypatch.setattr(_InterruptedArray, "left", 0)
+    tables = {"a": np.arange(9), "b": np.arange(40, 51)}
+
+    def step(owners: list[str], written: np.ndarray) -> DensePlan:
+        copies.begin(written)
+        copy, order = copies.arrange(owners, 32) or pytest.fail("no room")
+        key_slots = np.full((len(owners), 12), cache.null_slot)
+        for row, place in enumerate(order):
+            table = tables[owners[place]]
+            key_slots[row, : len(table)] = table
+        return copies.plan(copy, key_slots)
+
+    stamped = copies._stamps._stamps
+    first = step(["a"], tables["a"])
+    write(cache, tables["a"])
+    assert holds_all(cache, first, torch.float32, [0, 1])
+    for array in ("slots", "stamps"):
+        setattr(first.of, array, getattr(first.of, array).view(_InterruptedArray))
+    copies._stamps._stamps = stamped.view(_InterruptedArray)
+    tables["a"] = np.arange(20, 31)  # the row gets other slots
+    _InterruptedArray.left = nth
+    with suppress(KeyboardInterrupt):
+        step(["a"], tables["a"])
+    _InterruptedArray.left = 0
+    write(cache, tables["a"])
+    for owners in (["a"], ["b"], ["a", "b"]):
+        plan = step(owners, np.array([], dtype=np.int64))
+        assert holds_all(cache, plan, torch.float32, [0, 1])
+        cache.move([20, 21], [3, 5])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "window"),
+    [(64, torch.float32, None), (4, torch.bfloat16, None), (16, torch.float32, 20)],
+)
+def test_attention_over_copies_has_the_same_bits(
+    head_dim: int, dtype: torch.dtype, window: int | None
+) -> None:
     """Growing texts in a batch, with rows for drafts that are taken back, joined and left."""
     torch.manual_seed(1)
     chance = random.Random(5)
     rules = AttentionRules.choose(
         CPU,
-        torch.float32,
+        dtype,
         torch.float32,
         num_heads=4,
         num_kv_heads=2,
-        head_dim=4,
+        head_dim=head_dim,
         row_invariant=True,
     )
-    kind = LayerKV(2, 4, 4)
-    cache = KVCache([kind], 128, 16, torch.float32, CPU, max_dense_bytes=1 << 24)
+    kind = LayerKV(2, head_dim, head_dim)
+    cache = KVCache([kind], 128, 16, dtype, CPU, max_dense_bytes=1 << 26)
     free = list(range(128))
     chance.shuffle(free)
     tables: dict[str, list[int]] = {}
@@ -215,7 +273,9 @@ def test_attention_over_copies_has_the_same_bits() -> None:
             positions.append(np.arange(start, end))
             lengths[owner] = start + chance.randrange(1, end - start + 1)
         mapping = np.concatenate([s[p] for s, p in zip(slots, positions, strict=True)])
-        query, key, value = (torch.randn(len(mapping), heads, 4) for heads in (4, 2, 2))
+        query, key, value = (
+            torch.randn(len(mapping), heads, head_dim).to(dtype) for heads in (4, 2, 2)
+        )
         results = []
         for dense in (None, cache.dense_copies):
             metadata = AttentionMetadata.build(

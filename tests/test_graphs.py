@@ -278,3 +278,15 @@ def test_before_the_first_step_nothing_is_stored_where_requests_are() -> None:
     cache = new_cache()
     forward = StaticForward(target(), cache, Extent(3, 8, 40), 8)
     assert forward._rows[2].tolist() == [cache.scratch_slot] * 8
+
+
+def test_a_bucket_begins_with_nothing_that_a_larger_one_left() -> None:
+    """All lie at the end of one buffer: slots of another bucket would be token ids here."""
+    cache, extent = new_cache(), Extent(3, 32, 64, 5)
+    buffers = None
+    for num_rows in extent.buckets[::-1]:
+        forward = StaticForward(target(), cache, extent, num_rows, buffers)
+        buffers = forward.buffers
+        for name, array in forward._arrays.items():
+            expected = cache.scratch_slot if name == "slot_mapping" else 0
+            assert (array == expected).all(), (num_rows, name)

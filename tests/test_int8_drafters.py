@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import tiny_models
 import torch
 
 from foresay import LLM, SamplingParams
+from foresay.cli import main
 from foresay.core.errors import ConfigError
 from foresay.core.worker import build, int8_linear
 from foresay.core.worker.int8_linear import Int8Linear, drafter_linear, pays_for_drafters
@@ -99,11 +101,63 @@ def test_a_proposer_is_told_by_its_view_of_the_target() -> None:
     assert drafter_linear(medusa_heads.view()) is Linear
 
 
-def test_where_it_cannot_be_had_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "is_available", lambda: False)
+def test_where_it_cannot_be_had_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_models.llama()
-    with pytest.raises(ConfigError, match="drafter_quantization='int8' is for CPUs"):
-        LLM(model=model, proposer="ngram", drafter_quantization="int8")
-    with pytest.raises(ConfigError, match="drafter_quantization"):
-        LLM(model=model, proposer="ngram", drafter_quantization="int4")
-    LLM(model=model, proposer="ngram", drafter_quantization="auto").close()
+    head = {"proposer": "eagle", "drafter": str(save_drafter("eagle", model, tmp_path / "head"))}
+
+    def refusal(**settings: Any) -> str:
+        with pytest.raises(ConfigError) as error:
+            LLM(model=model, **settings)
+        return str(error.value)
+
+    said = "drafter_quantization='int8' is for heads on the model's states"
+    assert said in refusal(proposer="ngram", drafter_quantization="int8")
+    assert said in refusal(proposer=None, drafter_quantization="int8")
+    assert "drafter_quantization" in refusal(**head, drafter_quantization="int4")
+    monkeypatch.setattr(build, "is_available", lambda: False)
+    assert "has no integer products" in refusal(**head, drafter_quantization="int8")
+    LLM(model=model, **head, drafter_quantization="auto").close()
+
+
+def test_the_line_at_the_start_says_so(tmp_path: Path) -> None:
+    model = tiny_models.llama()
+    head = save_drafter("eagle", model, tmp_path / "head")
+    with LLM(
+        model=model,
+        proposer="ngram,eagle",
+        drafter={"eagle": str(head)},
+        drafter_quantization="int8",
+    ) as llm:
+        assert llm.summary.endswith("; heads in int8")
+    with LLM(model=model, proposer="ngram,eagle", drafter={"eagle": str(head)}) as llm:
+        assert "int8" not in llm.summary
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "bench", "doctor"])
+def test_the_commands_pass_their_options_on(
+    command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What they open an engine with has the settings that were asked for."""
+    asked: list[dict[str, Any]] = []
+
+    def opened(*args: Any, **settings: Any) -> Any:
+        asked.append(settings)
+        raise ConfigError("enough was seen")
+
+    monkeypatch.setattr(LLM, "__init__", opened)
+    arguments = [command, "--model", "smollm2", "--proposer", "eagle"]
+    if command == "bench":
+        arguments[3:] = ["--proposers", "eagle"]
+    if command == "run":
+        arguments.append("hello")
+    flags = ["--drafter-quantization", "int8", "--quantization", "int8"]
+    if command != "doctor":
+        flags.append("--enforce-eager")
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main([*arguments, *flags]) == 2
+    assert "enough was seen" in capfd.readouterr().err
+    assert asked[0]["drafter_quantization"] == "int8"
+    assert asked[0]["quantization"] == "int8"
+    assert command == "doctor" or asked[0]["enforce_eager"] is True

@@ -162,7 +162,7 @@ class ChainAcceptance(_Fading):
         accepted: list[float] = []
         weight = (self._weight if weight is None else weight) * self._one
         is_there, holds, worse = 1.0, _FIRST_GUESS, 1.0
-        if prior is None:
+        if prior is None and self._holds:
             holds *= _level(self._holds[0], self._may_hold[0] * _FIRST_GUESS, self._one)
         for place, count in enumerate(self._is):
             if prior is not None:

@@ -124,6 +124,7 @@ class DraftControl:
             self.cost.add_step(num_rows, num_requests, executed - was_scheduled, around)
             self._step_seconds = committed - began + sum(seconds.values())
             self._settle(num_rows, num_requests, sum(seconds.values()))
+        self._num_accepted = 0
         everyone = tuple(member.k for member in self._members)
         plans = {}
         for req_id, k in scheduled.num_draft_tokens.items():
@@ -154,12 +155,13 @@ class DraftControl:
 
     def _settle(self, num_rows: int, num_requests: int, drafting: float) -> None:
         """Set off what a step gained by drafts against what it and its drafting took for them."""
-        accepted, self._num_accepted = self._num_accepted, 0
         plain = self.cost.step(num_requests, num_requests)
         full = self.cost.step(num_rows, num_requests)
         assert plain is not None
         assert full is not None
-        gain = accepted / num_requests * plain - max(0.0, full - plain) - drafting
+        if plain <= 0:  # a clock that stands still
+            return
+        gain = self._num_accepted / num_requests * plain - max(0.0, full - plain) - drafting
         balance = self._balance + gain / plain + _FOR_HOPE
         self._balance = max(-_MOST_BALANCE, min(balance, _MOST_BALANCE))
 

@@ -4,7 +4,8 @@ On a GPU with triton its kernels serve (`triton_attention`), where a trial shows
 with this (`triton_check`).
 
 A step's rows lie in a few groups, see `attention_layout`; each is one call of
-`scaled_dot_product_attention` on padded queries and gathered keys, whatever the number of requests.
+`scaled_dot_product_attention` on padded queries and keys side by side, gathered or in a copy that
+is kept (`dense_kv`), whatever the number of requests.
 
 Row invariance (a row's result must not depend on its batch) rests on what was measured of the
 library kernels, see `attention_rules`. It does not know which model runs or what a draft is.

@@ -137,7 +137,8 @@ class AttentionMetadata:
         slot_mapping: [num_tokens] where each row's key and value are written.
         trees: per request its tree, None: a text. None altogether: texts only.
         owners: per request a name that it keeps from step to step, all different; with it
-            the torch path reads keys from `dense_copies`, of the cache the pass will run over.
+            the torch path reads keys from `dense_copies`, of the cache the pass will run over. A
+            cache that has them must be given in every pass that writes to it.
         """
         if dense_copies is not None:
             dense_copies.begin(slot_mapping)
@@ -193,7 +194,7 @@ def _groups(
     groups = []
     for (query_bucket, key_bucket), of_bucket in buckets.items():
         copy = None
-        if dense_copies is not None and query_bucket <= _DENSE_ROWS:
+        if dense_copies is not None and owners is not None and query_bucket <= _DENSE_ROWS:
             found = dense_copies.arrange([m.owner for m in of_bucket], 1 << key_bucket)
             if found is not None:
                 copy, order = found

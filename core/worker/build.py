@@ -6,8 +6,11 @@ What a proposer needs is checked against the model's config before any weight is
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from foresay.core.config import EngineConfig
 from foresay.core.errors import (
@@ -83,7 +86,7 @@ def build_runner(
         )
     except UnknownModelError as error:
         raise UnknownModelError(f"{error}{plugins.unavailable()}") from error
-    int8_drafter = _int8_drafter(target, config)
+    int8_drafter = _int8_drafter(target, config, choices, each_needs)
     most_positions = config.max_model_len or target.max_model_len or DEFAULT_MAX_MODEL_LEN
 
     def view(needs: Needs) -> TargetView:
@@ -122,7 +125,7 @@ def build_runner(
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         budget=int(
-            (free_memory(target.device) - (graph_memory or 0))
+            max(0, free_memory(target.device) - (graph_memory or 0))
             * (GPU_SHARE if is_gpu else CPU_SHARE)
         ),
         model_limit=target.max_model_len,
@@ -166,6 +169,7 @@ def build_runner(
         f"max_model_len {pool.max_model_len}; rows invariant: {'yes' if row_invariant else 'no'}; "
         f"{f'{how_graphs}; ' if is_gpu else ''}"
         f"proposer: {describe(choices, nums_draft_tokens, config.speculative)}"
+        f"{'; heads in int8' if int8_drafter else ''}"
     )
     return ModelRunner(
         target,
@@ -185,17 +189,40 @@ def _graphs_module(target: TargetModel, config: EngineConfig) -> Any | None:
     return importlib.import_module("foresay.core.worker.graphs")
 
 
-def _int8_drafter(target: TargetModel, config: EngineConfig) -> bool:
+def _int8_drafter(
+    target: TargetModel,
+    config: EngineConfig,
+    choices: Sequence[Choice],
+    each_needs: Sequence[Needs],
+) -> bool:
     """Whether drafters are to have their products in int8; raises `ConfigError`."""
     wanted = config.speculative.drafter_quantization
-    if wanted == "int8" and (target.device.type != "cpu" or not is_available()):
-        raise ConfigError(
-            f"drafter_quantization='int8' is for CPUs (with oneDNN); the model is on "
-            f"{str(target.device)!r}"
-        )
+    # Who asks for nothing of the model has no layers that would fit to it.
+    has_heads = any(
+        needs.hidden_state or needs.aux_layers or needs.lm_head or needs.embeddings
+        for needs in each_needs
+    )
     if wanted == "auto":
-        return pays_for_drafters(target.dtype, target.device, target.hidden_size)
-    return wanted == "int8"
+        return has_heads and pays_for_drafters(target.dtype, target.device, target.hidden_size)
+    if wanted == "none":
+        return False
+    if not has_heads:
+        names = ", ".join(choice.spec.name for choice in choices) or "none"
+        raise ConfigError(
+            f"drafter_quantization='int8' is for heads on the model's states, as eagle, medusa "
+            f"and mtp have, and the proposer is {names}: leave it out"
+        )
+    if target.device.type != "cpu":
+        raise ConfigError(
+            "drafter_quantization='int8' is for a CPU, and the model's device is "
+            f"{str(target.device)!r}: set device to 'cpu' or leave it out"
+        )
+    if not is_available():
+        raise ConfigError(
+            f"drafter_quantization='int8': torch {torch.__version__} has no integer products for "
+            "this CPU"
+        )
+    return True
 
 
 def _build_proposer(

@@ -236,11 +236,10 @@ class MLP:
         fused = functools.partial(_fused, tensors, dtype, device, row_invariant, linear)
         self.gate_up = fused("gate_proj", "up_proj")
         self.down = fused("down_proj")
-        self.intermediate_size = int(tensors["gate_proj.weight"].shape[0])
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Return `residual` and the MLP's output of the normed `x`, added; the shape of both."""
-        gate, up = self.gate_up(x).split(self.intermediate_size, dim=-1)
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down.add_to(residual, silu(gate).mul_(up))
 
 

@@ -6,8 +6,12 @@ copy is kept, and brought up to date with what has changed since: the few slots 
 tokens, or all of a request that joined.
 
 What changed is known by stamps: each write to a slot gives it a new one, and a copy remembers the
-stamp of every column. A copy therefore holds just what gathering would give, whoever wrote, moved,
-freed or shared the slots. Knows slots and owners' names; not what a request or a draft is.
+stamp of every column. A copy therefore holds just what gathering would give, whoever had the slots
+before, shares them, or gets them next: of writes that are announced, by `begin` or by the cache's
+own `move` and `zero_blocks`. Knows slots and owners' names; not what a request or a draft is.
+
+An interruption may come anywhere. So what is taken for done is written last, and what is taken for
+lacking first: then work is done twice, and nothing is missed.
 """
 
 from __future__ import annotations
@@ -30,8 +34,9 @@ class SlotStamps:
 
     def renew(self, slots: np.ndarray) -> None:
         """Give `slots` [n] new stamps: they were written, or will be in this step."""
-        self._stamps[slots] = np.arange(self._next, self._next + len(slots))
+        first = self._next
         self._next += len(slots)
+        self._stamps[slots] = np.arange(first, self._next)
 
     def of(self, slots: np.ndarray) -> np.ndarray:
         """Return the stamps of `slots`, of any shape."""
@@ -109,17 +114,17 @@ class DenseCopies:
         of other lengths use other copies. Returns None where memory does not suffice.
         """
         wanted = set(owners)
-        best, best_shared = None, 0
+        if len(wanted) < len(owners):
+            raise ValueError(f"{len(owners)} members of a group have {len(wanted)} owners")
+        best, most = None, (-1, False)
         for copy in self._copies.values():
             if copy.step == self._step or copy.stamps.shape[1] != row_len:
                 continue
-            shared = len(wanted.intersection(copy.owners))
-            if shared > best_shared or best is None:
-                best, best_shared = copy, shared
+            shared = len(wanted.intersection(copy.owners)), len(copy.owners) >= len(owners)
+            if shared > most:
+                best, most = copy, shared
         if best is None or len(best.owners) < len(owners):
-            if best is not None:
-                self._drop(best)
-            best = self._new(len(owners), row_len)
+            best = self._new(len(owners), row_len, instead=best)
             if best is None:
                 return None
         best.step = self._step
@@ -132,12 +137,14 @@ class DenseCopies:
         num_requests, num_keys = key_slots.shape
         stamps = self._stamps.of(key_slots)
         held = copy.stamps[:num_requests, :num_keys]
+        self._num_plans += 1
+        previous = copy.plan
+        copy.plan = self._num_plans  # from here on, layers that do not follow retake everything
         row, column = np.nonzero(held != stamps)
         slots = key_slots[row, column]
+        copy.stamps[row, column] = _NEVER
         copy.slots[row, column] = slots
         copy.stamps[row, column] = stamps[row, column]
-        self._num_plans += 1
-        previous, copy.plan = copy.plan, self._num_plans
         return DensePlan(
             number=copy.plan,
             previous=previous,
@@ -147,25 +154,28 @@ class DenseCopies:
             of=copy,
         )
 
-    def _new(self, num_rows: int, row_len: int) -> _Copy | None:
-        """Make a copy with room for as many rows again, dropping the ones not used for longest."""
+    def _new(self, num_rows: int, row_len: int, instead: _Copy | None) -> _Copy | None:
+        """Make a copy, with room for as many rows again if there is; `instead` goes for it.
+
+        Others go, too, if need be: the ones not used for longest. None goes for nothing.
+        """
+        others = (c for c in self._copies.values() if c is not instead)
+        idle = sorted((c for c in others if c.step != self._step), key=lambda c: c.step)
+        if instead is not None:
+            idle.insert(0, instead)
+        used = sum(copy.stamps.size for copy in self._copies.values())
+        least = used - sum(copy.stamps.size for copy in idle)
         for rows in (2 * num_rows, num_rows):
-            room = self._max_columns - rows * row_len
-            if room >= 0:
+            if least + rows * row_len <= self._max_columns:
                 break
         else:
             return None
-        idle = sorted((c for c in self._copies.values() if c.step != self._step),
-                      key=lambda c: c.step)  # fmt: skip
-        used = sum(copy.stamps.size for copy in self._copies.values())
-        while used > room and idle:
+        while idle and (idle[0] is instead or used + rows * row_len > self._max_columns):
             dropped = idle.pop(0)
             used -= dropped.stamps.size
             self._drop(dropped)
-        if used > room:
-            return None
         self._num_made += 1
-        slots, stamps = (np.full((rows, row_len), -1, dtype=np.int64) for _ in range(2))
+        slots, stamps = (np.full((rows, row_len), _NEVER, dtype=np.int64) for _ in range(2))
         copy = _Copy(self._num_made, [None] * rows, slots, stamps)
         self._copies[copy.number] = copy
         return copy

@@ -130,7 +130,7 @@ class StepSampler:
             self._pending.append(_Pending(checked, top_scores, ids))
             for draft in checked:
                 draft.num_pending += 1
-            return ids
+            return ids.clone()  # what was drawn stays, whatever the drafter does with it
         self._settle()
         going = {i: draft for i, draft in going.items() if not draft.has_ended}
         tops, best = top_scores.tolist(), likely.tolist()

@@ -193,7 +193,8 @@ class StepKV:
         self, metadata: AttentionMetadata, lens: Sequence[int], stored: Callable[[int], None]
     ) -> StepRows:
         last_rows = torch.from_numpy(np.cumsum(lens) - 1)
-        return StepRows(self._layers, metadata, last_rows.to(self._device), stored)
+        last_rows = last_rows.to(self._device, non_blocking=True)
+        return StepRows(self._layers, metadata, last_rows, stored)
 
     def _end(self, request: DraftRequest) -> int:
         """Return where the positions end that rows may be laid out for."""

@@ -15,6 +15,7 @@ trees; neither requests nor drafts. Needs triton, and the model on foresay's own
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 from collections.abc import Callable, Sequence
@@ -199,20 +200,23 @@ class StaticForward:
             max_items=self._max_items,
             plans={(tiling, fold, layer.num_kv_heads, num_programs): plan},
         )
-        # Until there is a step, no row attends, and all are stored aside.
+        # Until there is a step, no row attends, and all are stored aside. A larger bucket has left
+        # its own here: slots would be read as token ids.
+        buffers.array[self._start : buffers.front] = 0
         self._arrays["slot_mapping"][:] = cache.scratch_slot
         buffers.send(self._start, buffers.front)
 
     def takes(self, batch: Batch) -> bool:
         """Whether the buffers hold a batch."""
+        if len(batch.input_ids) > self.num_rows:
+            return False
         largest = max((len(tree.parents) for tree in batch.trees if tree is not None), default=0)
         num_parts = sum(
             len(rows) * -(-len(keys) // self._split_len)
             for rows, keys in zip(batch.positions, batch.slots, strict=True)
         )
         return (
-            len(batch.input_ids) <= self.num_rows
-            and len(batch.slots) <= self._num_requests
+            len(batch.slots) <= self._num_requests
             and num_parts <= self._max_parts
             and sum(map(len, batch.slots)) <= self.buffers.num_keys
             and words_of(largest) <= self._num_words
@@ -357,6 +361,9 @@ def memory_of_graphs(
     The largest graph's memory serves the others, each of which takes as much more as the second.
     Returns None, after the warning of `capture_graphs`, if it will fail.
     """
+    # What libraries keep from the first time on is not a graph's.
+    if _measured(target, extent, 1, capturing) is None:
+        return None
     largest = _measured(target, extent, 1, capturing)
     both = None if largest is None else _measured(target, extent, 2, capturing)
     if largest is None or both is None:
@@ -369,31 +376,51 @@ def _measured(
 ) -> int | None:
     """Return the bytes that so many graphs take, the largest ones; None if it fails."""
     cache = KVCache(target.kv_layout, 1, 1, target.dtype, target.device)
-    before = free_memory(target.device)
-    graphs = capture_graphs(target, cache, extent, capturing=capturing, num_graphs=num_graphs)
-    taken = None if graphs is None else max(before - free_memory(target.device), 0)
-    del graphs
-    gc.collect()
-    if target.device.type == "cuda":
-        torch.cuda.empty_cache()
+    try:
+        _tidy(target.device)  # a capture does so, too: what it frees would be taken for its own
+        before = free_memory(target.device)
+        graphs = capture_graphs(target, cache, extent, capturing=capturing, num_graphs=num_graphs)
+        taken = None if graphs is None else max(before - free_memory(target.device), 0)
+        del graphs
+        _tidy(target.device)
+    except RuntimeError as error:  # a capture that broke off may leave the allocator in its midst
+        logger.warning("no CUDA graphs: %s", one_line(error))
+        return None
     return taken
+
+
+def _tidy(device: torch.device) -> None:
+    """Give back all memory that is not in use."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that graphs are captured on: libraries keep memory for each."""
+    return torch.cuda.Stream(device)
 
 
 def _in_cuda(device: torch.device) -> Capturing:
     """Return what captures CUDA graphs that share their memory: one of them runs at a time."""
     pool = torch.cuda.graph_pool_handle()
-    stream = torch.cuda.Stream(device)
+    stream = _capture_stream(device)
 
     def capturing(work: Callable[[], None]) -> Callable[[], None]:
         with torch.cuda.device(device):
-            stream.wait_stream(torch.cuda.current_stream())
+            before = torch.cuda.current_stream()
+            stream.wait_stream(before)
             with torch.cuda.stream(stream):
                 for _ in range(_WARM_UPS):
                     work()
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                work()
+            try:
+                with torch.cuda.graph(graph, pool=pool, stream=stream):
+                    work()
+            finally:
+                torch.cuda.set_stream(before)  # which a capture that broke off does not restore
         replay: Callable[[], None] = graph.replay
         return replay
 

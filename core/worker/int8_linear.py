@@ -1,9 +1,10 @@
 """Matrix products on a CPU with weights kept in int8. Knows nothing of models.
 
-A weight has one scale for each output, set when it is packed. A row of the input is written as
-two rows of integers, a coarse one and what it leaves over, of 15 bits together: twice the rows,
-which cost little more, and what is lost is the weights' rounding alone. Integers have exact sums:
-a row of the result has the same bits however many rows are computed, by whichever kernel.
+A weight has one scale for each output, set when it is packed. A row of the input is written as two
+rows of integers, a coarse one and what it leaves over, of 15 bits together (of 13 on CPUs without
+instructions for them, see `input_levels`): twice the rows, which cost little more, and what is lost
+is the weights' rounding alone. Integers have exact sums: a row of the result has the same bits
+however many rows are computed, by whichever kernel.
 
 Why not otherwise (torch 2.13, AVX512-VNNI): torch's product of float rows and int8 weights
 (`_weight_int8pack_mm`) takes longer than float32, 2.4 times at one row and 19 at eight; and the
@@ -33,8 +34,17 @@ _DRAFTER_WIDTH = 256
 
 
 def is_available() -> bool:
-    """Whether this torch has the integer products."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qlinear_pointwise")
+    """Whether this torch has the integer products for this CPU: they are tried."""
+    return torch.backends.mkldnn.is_available() and _has_products()
+
+
+@functools.cache
+def _has_products() -> bool:
+    try:
+        input_levels()
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 @functools.cache
@@ -46,7 +56,8 @@ def input_levels() -> int:
     """
     x = torch.full((2, 64), 255, dtype=torch.uint8)
     weight = torch.full((32, 64), _WEIGHT_LEVELS, dtype=torch.int8)
-    y = _product(x, 0, torch.ops.onednn.qlinear_prepack(weight, None), torch.ones(32))
+    scale = torch.ones(32, dtype=torch.float32)
+    y = _product(x, 0, torch.ops.onednn.qlinear_prepack(weight, None), scale)
     return 127 if bool((y == 64 * 255 * _WEIGHT_LEVELS).all()) else 63
 
 
@@ -96,7 +107,7 @@ class Int8Linear(Linear):
         self.max_rows = None
         self.min_rows = 1
         integers = torch.empty(weight.shape, dtype=torch.int8)
-        largest = torch.empty(len(weight))
+        largest = torch.empty(len(weight), dtype=self.compute)
         parts = zip(
             weight.detach().split(_CHUNK),
             integers.split(_CHUNK),
@@ -110,7 +121,7 @@ class Int8Linear(Linear):
             rounded.copy_((part * (_WEIGHT_LEVELS / most)[:, None]).round_())
         self.weight = torch.ops.onednn.qlinear_prepack(integers, None)
         levels = input_levels()
-        self._levels = torch.tensor(float(levels))
+        self._levels = torch.tensor(float(levels), dtype=self.compute)
         self._zero_point = levels + 1  # the kernels take what is not negative
         self._finer = 2.0 * levels  # so many steps of the second row make one of the first
         self._rounded_to = largest / _WEIGHT_LEVELS
@@ -130,11 +141,9 @@ class Int8Linear(Linear):
         # Each operation is rounded by itself: a fused one may round otherwise in the tail of a
         # vector loop, which lies elsewhere with other rows beside.
         num_rows = x.shape[0]
-        if num_rows == 0:
-            return x.new_zeros(0, self._scale.shape[0])
         largest = torch.amax(x.abs(), dim=1, keepdim=True).clamp_min_(_TINY)
         scaled = x * (self._levels / largest)
-        both = torch.empty(2 * num_rows, x.shape[1])
+        both = x.new_empty(2 * num_rows, x.shape[1])
         coarse, fine = both[:num_rows], both[num_rows:]
         torch.round(scaled, out=coarse)
         torch.sub(scaled, coarse, out=fine).mul_(self._finer)

@@ -20,6 +20,7 @@ _ENDS = (150, 514)
 # Chunks that hold them: rows before them, rows after them, one-row requests beside.
 _SHAPES = ((0, 0, 0), (0, 0, 3), (0, 2, 0), (7, 0, 0), (34, 0, 1))
 _LONGEST = 144
+_DENSE_BYTES = 1 << 28  # few rows read dense copies, as in the engine; the longest chunk gathers
 
 
 @torch.inference_mode()
@@ -62,7 +63,12 @@ class _Trial:
         self._target = target
         num_blocks = -(-num_positions // _BLOCK_SIZE)
         self._cache = KVCache(
-            target.kv_layout, 2 * num_blocks + 1, _BLOCK_SIZE, target.dtype, target.device
+            target.kv_layout,
+            2 * num_blocks + 1,
+            _BLOCK_SIZE,
+            target.dtype,
+            target.device,
+            max_dense_bytes=_DENSE_BYTES if target.device.type == "cpu" else 0,
         )
         self._num_positions = num_positions
         self._others = num_blocks * _BLOCK_SIZE  # their first slot
@@ -97,6 +103,8 @@ class _Trial:
             self._cache.null_slot,
             self._target.attention_rules,
             self._target.device,
+            owners=range(len(positions)),
+            dense_copies=self._cache.dense_copies,
         )
         rows = torch.arange(end - start, device=self._target.device)
         return self._target.forward(
@@ -125,6 +133,8 @@ class _Trial:
             self._target.attention_rules,
             self._target.device,
             [TreeLayout(first, parents, np.arange(-1, 3 * depth))],
+            owners=[0],
+            dense_copies=self._cache.dense_copies,
         )
         ids = torch.cat([self._tokens[first - 1 : first], tokens % self._target.vocab_size])
         rows = torch.arange(2, 1 + 3 * depth, 3, device=self._target.device)

@@ -55,7 +55,10 @@ class LayerCache:
         return rows[:, :key_width].view(size), rows[:, key_width:].view(size)
 
     def write(self, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store `key` [T, Hkv, D] and `value` [T, Hkv, Dv] at `slot_mapping` [T]."""
+        """Store `key` [T, Hkv, D] and `value` [T, Hkv, Dv] at `slot_mapping` [T].
+
+        Where there are dense copies they must know of it: see `DenseCopies.begin`.
+        """
         self.slots.index_copy_(0, slot_mapping, _side_by_side(key, value))
 
     def gather(
@@ -79,7 +82,7 @@ class LayerCache:
         width = self.slots.shape[1]
         rows, done = self._dense.get(plan.copy, (None, 0))
         if rows is None:
-            rows = _zeros((plan.num_rows * plan.row_len, width), dtype, self.slots.device)
+            rows = self.slots.new_empty((plan.num_rows * plan.row_len, width), dtype=dtype)
         columns, slots = plan.columns, plan.slots
         if done not in (plan.previous, plan.number):
             columns, slots = plan.everything()
@@ -149,8 +152,8 @@ class KVCache:
             ) from error
         self._stamps = SlotStamps(num_slots)
         self.dense_copies: DenseCopies | None = None
-        max_columns = max_dense_bytes // (sum(kv.width for kv in layout) * _DENSE_ITEMSIZE)
-        if max_columns:
+        if max_dense_bytes and layout:
+            max_columns = max_dense_bytes // (sum(kv.width for kv in layout) * _DENSE_ITEMSIZE)
             self.dense_copies = DenseCopies(self._stamps, max_columns, self._forget_dense)
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
@@ -193,8 +196,8 @@ def _side_by_side(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if (
         (key.stride()[1:], value.stride()[1:]) == inner
         and key.stride(0) == value.stride(0)
-        and value.untyped_storage().data_ptr() == key.untyped_storage().data_ptr()
         and value.storage_offset() == key.storage_offset() + key_width
+        and value.data_ptr() == key.data_ptr() + key_width * key.element_size()
     ):
         width = key_width + num_heads * value.shape[2]
         return key.as_strided((num_tokens, width), (key.stride(0), 1))

@@ -6,7 +6,9 @@ rules below, row-invariant: a row of the result has the same bits however many r
 
 from __future__ import annotations
 
+import functools
 import platform
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +49,12 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     if device.type != "cpu" or computes_natively(dtype):
         return dtype
     return torch.float32
+
+
+@functools.cache
+def _packed_ops() -> Any:
+    """Return the overloads of oneDNN's product; to choose among them anew takes as long again."""
+    return torch.ops.mkldnn._linear_pointwise
 
 
 class Linear:
@@ -96,9 +104,7 @@ class Linear:
             return residual + self(x)
         if x.shape[0] < self.min_rows:
             return residual + self(x)
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(
-            x, residual, self.weight, self.bias, "add"
-        )
+        out: torch.Tensor = _packed_ops().binary(x, residual, self.weight, self.bias, "add")
         return out
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -116,8 +122,6 @@ class Linear:
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed:
-            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-                x, self.weight, self.bias, "none", [], ""
-            )
+            out: torch.Tensor = _packed_ops().default(x, self.weight, self.bias, "none", [], "")
             return out
         return F.linear(x, self.weight, self.bias)

@@ -397,8 +397,8 @@ def _check_quantization(quantization: str | None, device: torch.device) -> None:
         )
     if not is_available():
         raise ConfigError(
-            f"quantization={quantization!r}: torch {torch.__version__} comes without oneDNN here, "
-            "which computes it"
+            f"quantization={quantization!r}: torch {torch.__version__} has no integer products for "
+            "this CPU (oneDNN has them)"
         )
 
 
