@@ -176,20 +176,20 @@ def test_memory_is_bounded_and_the_oldest_copy_goes_first() -> None:
 
 
 class _InterruptedArray(np.ndarray):
-    """Raises at its n-th assignment from outside."""
+    """Raises behind its n-th assignment from outside."""
 
     left = 0
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
         type(self).left -= 1
         if type(self).left == 0:
             raise KeyboardInterrupt
-        super().__setitem__(key, value)
 
 
 @pytest.mark.parametrize("nth", range(1, 5))
 def test_an_interruption_loses_nothing(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C at each assignment of the bookkeeping; then the next step finds what is stored."""
+    """Ctrl-C behind each assignment of the bookkeeping; the next step finds what is stored."""
     torch.manual_seed(0)
     cache = make_cache(10_000)
     copies = cache.dense_copies
