@@ -69,7 +69,9 @@ Device = Annotated[str, typer.Option("--device", help="'auto', 'cpu', 'cuda' or 
 Quantization = Annotated[
     str | None,
     typer.Option(
-        "--quantization", help="'int8': weights rounded to int8, on a CPU. Default: as they are."
+        "--quantization",
+        help="On a CPU: 'int8', weights rounded to it; 'float16', weights kept in it where it has "
+        "them exactly. Default: as they are.",
     ),
 ]
 DrafterQuantization = Annotated[

@@ -19,10 +19,12 @@ import transformers
 from foresay.core.errors import ConfigError, ModelError
 from foresay.core.proposer import KVLayer, KVRows, TargetView
 from foresay.core.registry import ModelAlias
+from foresay.core.worker import half_linear, int8_linear
 from foresay.core.worker.attention import AttentionMetadata, AttentionRules
 from foresay.core.worker.capture import Capture
 from foresay.core.worker.decoder import FastDecoder, Heads
-from foresay.core.worker.int8_linear import Int8Linear, is_available
+from foresay.core.worker.half_linear import HalfLinear
+from foresay.core.worker.int8_linear import Int8Linear
 from foresay.core.worker.kv_cache import KVCache, LayerKV
 from foresay.core.worker.linear import Linear
 from foresay.core.worker.loading import (
@@ -40,6 +42,13 @@ from foresay.core.worker.packed_modules import is_untouched
 from foresay.core.worker.sources import find_source
 from foresay.core.worker.suitability import check_class, check_config
 from foresay.core.worker.transformers_model import TransformersDecoder, private_copy
+
+# What makes the products, by `quantization`.
+_LINEARS: dict[str | None, type[Linear]] = {
+    None: Linear,
+    "int8": Int8Linear,
+    "float16": HalfLinear,
+}
 
 
 class Decoder(Protocol):
@@ -219,7 +228,8 @@ def load_target(
         change them in place afterwards.
     tokenizer: a tokenizer, or where to load one from; None: the model's own, if it has one.
     quantization: "int8" rounds the weights of all products to int8, on a CPU and for foresay's own
-        decoder only; the embeddings, and all that is computed, keep their dtype.
+        decoder only; the embeddings, and all that is computed, keep their dtype. "float16" keeps
+        them in float16 where nothing is lost by it.
     row_invariant: compute each row independently of its batch, as far as the kernels allow it.
     max_model_len: what the engine was asked for; it decides longrope's form.
     on_config: is given the model's config before any weight is read, and may raise.
@@ -348,7 +358,7 @@ def _build(
             device=device,
             dtype=dtype,
             row_invariant=row_invariant,
-            linear=Linear if quantization is None else Int8Linear,
+            linear=_LINEARS[quantization],
         )
         how = "foresay's own decoder"
     else:
@@ -395,10 +405,11 @@ def _check_quantization(quantization: str | None, device: torch.device) -> None:
             f"quantization={quantization!r} is for a CPU, and the model's device is "
             f"{str(device)!r}: set device to 'cpu' or leave quantization out"
         )
-    if not is_available():
+    available = {"int8": int8_linear.is_available, "float16": half_linear.is_available}
+    if not available[quantization]():
         raise ConfigError(
-            f"quantization={quantization!r}: torch {torch.__version__} has no integer products for "
-            "this CPU (oneDNN has them)"
+            f"quantization={quantization!r}: torch {torch.__version__} has no products for it on "
+            "this CPU (oneDNN has those of int8, FBGEMM those of float16)"
         )
 
 

@@ -1,0 +1,122 @@
+"""Weights in float16: the products of float32, the same bits in every batch, the same model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+
+from foresay import LLM, SamplingParams
+from foresay.core.errors import ConfigError
+from foresay.core.worker import half_linear
+from foresay.core.worker.decoder import FastDecoder
+from foresay.core.worker.half_linear import HalfLinear, is_available, is_exact
+from foresay.core.worker.linear import Linear
+from foresay.core.worker.target import load_target
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="this torch has no float16 product")
+
+SHAPES = [(160, 48), (7, 5), (576, 1536)]
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    """As checkpoints have them: bfloat16's, of the usual size."""
+    found = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.05
+    return found.bfloat16().float()
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+def test_products_are_those_of_float32(
+    out_features: int, in_features: int, dtype: torch.dtype, bias: bool
+) -> None:
+    weight = numbers(out_features, in_features)
+    shift = numbers(out_features, seed=1) if bias else None
+    linear = HalfLinear(weight, shift, dtype)
+    x = torch.randn(9, in_features, generator=torch.Generator().manual_seed(2)).to(dtype)
+    exact = x.double() @ weight.double().T + (0 if shift is None else shift.double())
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(linear(x).double(), exact, rtol=tolerance, atol=tolerance)
+    residual = torch.ones(9, out_features, dtype=dtype)
+    assert torch.equal(linear.add_to(residual, x), linear(x) + residual)
+    rows, of_bias = linear.rows(torch.tensor([3, 0]))
+    assert torch.equal(rows, weight[[3, 0]].to(dtype))
+    assert (of_bias is None) == (shift is None)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+def test_a_row_has_the_same_bits_in_every_batch(
+    out_features: int, in_features: int, num_threads: int
+) -> None:
+    linear = HalfLinear(numbers(out_features, in_features), None, torch.float32)
+    x = torch.randn(140, in_features, generator=torch.Generator().manual_seed(3))
+    before = torch.get_num_threads()
+    whole = linear(x)
+    torch.set_num_threads(num_threads)
+    try:
+        for num_rows in [*range(1, 36), 64, 100, 128, 131]:
+            for start in (0, 7):
+                part = linear(x[start : start + num_rows])
+                assert torch.equal(part, whole[start : start + num_rows]), (num_rows, start)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("odd", [1e-9, 70000.0, 1 / 3])
+def test_a_weight_that_float16_does_not_have_stays_in_float32(odd: float) -> None:
+    weight = numbers(32, 16)
+    assert is_exact(weight)
+    weight[5, 7] = odd
+    assert not is_exact(weight)
+    x = torch.randn(4, 16)
+    assert torch.equal(
+        HalfLinear(weight, None, torch.float32)(x),
+        Linear(weight, None, torch.float32, pack=True)(x),
+    )
+
+
+def test_the_model_is_the_same_and_speculation_changes_no_token() -> None:
+    model = tiny_models.llama()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    prompts = [[5, 6, 7, 8] * 6, [9, 3, 150], list(range(40, 75))]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=24),
+        SamplingParams(temperature=1.0, seed=3, max_tokens=24),
+        SamplingParams(temperature=0.0, max_tokens=24),
+    ]
+    found = {}
+    for name, settings in {
+        "float32": {"proposer": None},
+        "plain": {"proposer": None, "quantization": "float16"},
+        "ngram": {"proposer": "ngram", "quantization": "float16", "adaptive": False},
+    }.items():
+        asked: dict[str, Any] = {"strict": True, **settings}
+        with LLM(model=model, **asked) as llm:
+            assert llm.stats.row_invariant
+            found[name] = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+    assert found["ngram"] == found["plain"] == found["float32"]
+
+
+def test_nothing_but_half_the_bytes_is_kept() -> None:
+    target = load_target(tiny_models.llama().bfloat16().float(), quantization="float16")
+    assert isinstance(target.decoder, FastDecoder)
+    linears = [target.decoder.lm_head]
+    for layer in target.decoder.layers:
+        linears += [layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down]
+    for linear in linears:
+        assert isinstance(linear, HalfLinear)
+        tensors = [value for value in vars(linear).values() if isinstance(value, torch.Tensor)]
+        assert tensors == []
+    assert "float16 weights" in target.description
+
+
+def test_where_there_is_no_product_for_it_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(half_linear, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="FBGEMM"):
+        load_target(tiny_models.llama(), quantization="float16")
