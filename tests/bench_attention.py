@@ -18,7 +18,7 @@ B >= 16. `host` is the host's part for 4 layers: the plan, made once a step, and
 
 Last, one prompt of 2048 rows, in floating-point operations per second. `--tilings` tries others:
 rows of a tile x keys of a block x keys of a split [x warps x stages]. `--shared`: with the work
-items of the engine's CUDA graphs, whose number does not follow the contexts (see `worker.graphs`).
+items of the CUDA graphs, whose number does not follow the contexts (`worker.triton_graphs`).
 """
 
 from __future__ import annotations

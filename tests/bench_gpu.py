@@ -38,9 +38,9 @@ from static_passes import Captured, eager, kernels_on_cpu
 
 from foresay.core.config import SamplingParams
 from foresay.core.llm import LLM
-from foresay.core.worker.graphs import Extent, Graphs, capture_graphs
 from foresay.core.worker.kv_cache import KVCache
 from foresay.core.worker.target import TargetModel, load_target
+from foresay.core.worker.triton_graphs import Extent, Graphs, capture_graphs
 
 BLOCK_SIZE = 16
 

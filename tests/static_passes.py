@@ -156,7 +156,7 @@ def compare(
     Returns the rows of the bucket that took each (0: none did), and whether all that came out was
     equal to the bit: logits, hidden states, and the cache but for the block that takes padding.
     """
-    module: Any = import_module("foresay.core.worker.graphs")
+    module: Any = import_module("foresay.core.worker.triton_graphs")
     target = load_target(tiny_models.BUILDERS[family](**model))
     caches = new_cache(target), new_cache(target)
 
@@ -238,7 +238,7 @@ def engine_texts(
     Returns the outputs, the features that the proposer saw, how often each graph was replayed, and
     how many drafts were accepted.
     """
-    module: Any = import_module("foresay.core.worker.graphs")
+    module: Any = import_module("foresay.core.worker.triton_graphs")
     captured, in_cuda = Captured(), module._in_cuda
     module._in_cuda = lambda device: captured
     KnowsTheText.features, KnowsTheText.texts = [], list(known or [])

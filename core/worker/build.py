@@ -183,10 +183,10 @@ def build_runner(
 
 
 def _graphs_module(target: TargetModel, config: EngineConfig) -> Any | None:
-    """Return `worker.graphs`, which needs triton, where passes can be captured."""
+    """Return `worker.triton_graphs`, which needs triton, where passes can be captured."""
     if config.enforce_eager or not target.is_fast or triton_backend(target.device) is None:
         return None
-    return importlib.import_module("foresay.core.worker.graphs")
+    return importlib.import_module("foresay.core.worker.triton_graphs")
 
 
 def _int8_drafter(

@@ -33,7 +33,7 @@ from foresay.core.worker.target import TargetModel
 from foresay.core.worker.tree_columns import within_members
 
 if TYPE_CHECKING:
-    from foresay.core.worker.graphs import Graphs
+    from foresay.core.worker.triton_graphs import Graphs
 
 
 @dataclass(frozen=True, slots=True)

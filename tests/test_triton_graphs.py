@@ -23,9 +23,9 @@ if not HAS_TRITON:
 
 from static_passes import SMALL, Rows, compare, engine_texts, make_batch
 
-from foresay.core.worker import graphs
-from foresay.core.worker.graphs import Extent, Graphs, StaticForward, capture_graphs
+from foresay.core.worker import triton_graphs as graphs
 from foresay.core.worker.triton_attention import RowLayout, Tiling
+from foresay.core.worker.triton_graphs import Extent, Graphs, StaticForward, capture_graphs
 
 TREE = [-1, -1, 0, 0, 1]
 EXTENT = {"max_num_seqs": 3, "max_rows": 8, "max_model_len": 128, "max_nodes": 5}
