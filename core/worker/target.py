@@ -405,8 +405,8 @@ def _check_quantization(quantization: str | None, device: torch.device) -> None:
             f"quantization={quantization!r} is for a CPU, and the model's device is "
             f"{str(device)!r}: set device to 'cpu' or leave quantization out"
         )
-    available = {"int8": int8_linear.is_available, "float16": half_linear.is_available}
-    if not available[quantization]():
+    module = int8_linear if quantization == "int8" else half_linear
+    if not module.is_available():
         raise ConfigError(
             f"quantization={quantization!r}: torch {torch.__version__} has no products for it on "
             "this CPU (oneDNN has those of int8, FBGEMM those of float16)"
