@@ -15,6 +15,8 @@ import torch
 
 from foresay.core.worker.linear import Linear
 
+_CHUNK = 4096  # rows that are compared together, so that little memory is needed besides
+
 
 @functools.cache
 def is_available() -> bool:
@@ -30,9 +32,6 @@ def is_available() -> bool:
 def is_exact(weight: torch.Tensor) -> bool:
     """Whether float16 has every element of `weight`, which is float32."""
     return all(bool((part.half().float() == part).all()) for part in weight.split(_CHUNK))
-
-
-_CHUNK = 4096  # rows that are compared together, so that little memory is needed besides
 
 
 class HalfLinear(Linear):
