@@ -5,7 +5,7 @@ The proposer itself is imported when an engine builds it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -36,6 +36,11 @@ class NgramConfig(ProposerConfig):
         ge=1,
         description="Most tokens in a row of a tree; None: as many as are likely, up to k.",
     )
+    lookup: Literal["auto", "index", "triton"] = Field(
+        default="auto",
+        description="Where chains are looked up: in an index on the host, or by Triton kernels on "
+        "the target's GPU; auto: the kernels for large batches, where there are a GPU and triton.",
+    )
 
     @field_validator("drafter")
     @classmethod
@@ -50,6 +55,15 @@ class NgramConfig(ProposerConfig):
             raise ValueError(
                 f"prompt_lookup_min={self.prompt_lookup_min} must not exceed "
                 f"prompt_lookup_max={self.prompt_lookup_max}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _kernels_draft_chains(self) -> NgramConfig:
+        if self.lookup == "triton" and self.tree:
+            raise ValueError(
+                "lookup='triton' finds chains, and tree=True asks for trees, which come from the "
+                "index; set tree=False as well"
             )
         return self
 
