@@ -260,15 +260,22 @@ class EngineConfig(_Frozen):
         "else float32.",
     )
     device: str = Field(default="auto", description="'auto', 'cpu', 'cuda', 'cuda:1', ...")
-    quantization: Literal["int8", "float16"] | None = Field(
-        default=None,
-        description="'int8', on a CPU and for the families of foresay's own decoder: weights are "
-        "rounded to int8 with one scale for each output. Another model by a little, and a "
-        "smaller one; faster than float32 where there are integer instructions. Speculation is as "
-        "exact on it as on any. 'float16', there too: weights kept in float16 and computed with in "
-        "float32, those that float16 has exactly, as nearly all of bfloat16 checkpoints are: the "
-        "same model, in a few rows faster than float32, in prompts slower.",
+    quantization: Literal["auto", "none", "int8", "float16"] = Field(
+        default="auto",
+        description="How weights are kept on a CPU. 'float16': those of bfloat16 and float16 "
+        "checkpoints in float16, of which nothing is lost, and computed with in float32: the same "
+        "model, read in half the time; others as they are. 'auto': so where products are computed "
+        "in float32. 'none': as they are. 'int8', for the families of foresay's own decoder: "
+        "rounded to int8 with one scale for each output. Another model by a little, and a smaller "
+        "one; faster yet where there are integer instructions. Speculation is as exact on it as on "
+        "any.",
     )
+
+    @field_validator("quantization", mode="before")
+    @classmethod
+    def _none_is_none(cls, value: Any) -> Any:
+        return "none" if value is None else value
+
     seed: int = Field(default=0, description="Seeds the requests that have no seed of their own.")
     block_size: int = Field(default=16, ge=1, description="Tokens per KV block.")
     num_blocks: int | None = Field(

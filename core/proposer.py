@@ -198,8 +198,15 @@ class DraftSampler(Protocol):
 class KVRows(Protocol):
     """Rows that a proposer runs through its own attention layers: see `KVView.rows`."""
 
-    positions: torch.Tensor  # [num_rows] int64
-    last_rows: torch.Tensor  # [num_ranges] int64: the row where each range ends
+    @property
+    def positions(self) -> torch.Tensor:
+        """[num_rows] int64."""
+        ...
+
+    @property
+    def last_rows(self) -> torch.Tensor:
+        """[num_ranges] int64: the row where each range ends."""
+        ...
 
     def attend(
         self,
@@ -219,6 +226,23 @@ class KVRows(Protocol):
         positions 0 to p of that request (within the window), as this layer last stored them.
         `softcap` bounds scores by softcap * tanh(score / softcap); `sinks` adds a logit per head to
         the softmax's denominator.
+        """
+        ...
+
+    def store(
+        self,
+        layer: int,
+        key: torch.Tensor,  # [num_rows, num_kv_heads, head_dim], rope applied
+        value: torch.Tensor,  # [num_rows, num_kv_heads, value_dim]
+    ) -> None:
+        """Store the rows' keys and values as `attend` does, and attend to nothing."""
+        ...
+
+    def last(self) -> KVRows:
+        """Lay out the rows `last_rows` alone; they attend to what is stored of the others by then.
+
+        So rows of a layer whose output nobody takes, as all but the last of a prompt in a drafter's
+        last layer, need no more than keys and values: `store` all, then run these.
         """
         ...
 
@@ -314,8 +338,11 @@ class Proposer(Protocol):
       `load(target: TargetView) -> Needs | None`   once, before any step. If it returns needs, they
           replace what the spec declared: only now it knows the target's tokenizer and its own
           weights.
-      `dummy_run(num_requests: int) -> None`  once after it: run whatever should be compiled or
-          captured for up to so many requests.
+      `dummy_run(batch: DraftInput) -> None`  after it, where passes over its KV layers can be
+          captured as CUDA graphs: draft as `propose` does for this batch, which is nobody's and is
+          released. Whoever has it says that all passes behind the first of a draft, as
+          `foresay.core.worker.drafting` and `tree_drafting` make them, are alike: whatever the
+          step, the model given there does the same, and reads no number back to the host.
       `release(req_id: str) -> None`       the request ended or was preempted: forget it.
     """
 

@@ -1,4 +1,6 @@
-"""A pass of a Llama on a GPU against what reading its weights takes; eager, and as a CUDA graph.
+"""Passes of a Llama and of a drafter on a GPU against what reading their weights takes.
+
+Eager, and as CUDA graphs.
 
 usage: python tests/bench_gpu.py [--rows 1,8] [--batch-sizes 1,16] [--context 1024] [--layers 32]
            [--hidden 4096] [--intermediate 14336] [--heads 32,8,128] [--vocab 128256]
@@ -13,7 +15,11 @@ A pass has B requests with a context of the given length and `rows` rows each. `
 are whole passes by the clock, from the lists of a step to logits that are there, the batch made and
 sent anew each time; `replay` is the graph alone. `over floor` is `graph` over the floor: at B = 1
 with 1 and 8 rows 1.35 is wanted. `differ` is the largest difference of the logits, of the largest
-logit. Last, what a step of the engine takes, plain decoding of one text.
+logit. Then passes of a drafter of one such layer and the model's output head, as eagle's and mtp's
+heads are: what a token more makes a draft take, for B requests, from picking it to the next one's
+logits; `replay` is the graph alone, `over floor` is over reading these matrices, and `same` the
+part of the drafted tokens that are the same in both. Last, what a step of the engine takes, plain
+decoding of one text.
 
 Where there is no GPU it can be tried with TRITON_INTERPRET=1 in the environment and --device cpu
 --dtype float32 --layers 2 --hidden 64 --intermediate 96 --heads 4,2,16 --vocab 160 --context 20
@@ -23,6 +29,7 @@ Where there is no GPU it can be tried with TRITON_INTERPRET=1 in the environment
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -38,11 +45,20 @@ from static_passes import Captured, eager, kernels_on_cpu
 
 from foresay.core.config import SamplingParams
 from foresay.core.llm import LLM
+from foresay.core.proposer import Draft, DraftInput, DraftRequest, KVLayer, KVRows, Needs
+from foresay.core.worker.chain import Member
+from foresay.core.worker.decoder import FastDecoder, Linear
+from foresay.core.worker.drafter_kv import StepKV
+from foresay.core.worker.drafting import draft
 from foresay.core.worker.kv_cache import KVCache
+from foresay.core.worker.proposing import GuardedProposer
 from foresay.core.worker.target import TargetModel, load_target
+from foresay.core.worker.triton_capture import Capturing
+from foresay.core.worker.triton_draft_graphs import DraftGraphs, capture_draft_graphs, extent_of
 from foresay.core.worker.triton_graphs import Extent, Graphs, capture_graphs
 
 BLOCK_SIZE = 16
+NUM_DRAFTS = 5
 
 
 @dataclass(frozen=True)
@@ -58,12 +74,25 @@ class Pass:
 
 
 @dataclass(frozen=True)
+class DrafterPass:
+    """What a pass of the drafter took, in seconds."""
+
+    batch: int
+    eager: float
+    graph: float
+    replay: float
+    same: float  # part of the drafted tokens
+
+
+@dataclass(frozen=True)
 class Figures:
     """All that is measured; times in seconds."""
 
     bandwidth: float  # bytes per second
     weights: int  # bytes
     passes: list[Pass]
+    drafter_weights: int  # bytes
+    drafter_passes: list[DrafterPass]
     steps: dict[str, float]  # of the engine, with and without graphs
 
     @property
@@ -151,6 +180,111 @@ def measure_pass(
     )
 
 
+class Drafter:
+    """A head like EAGLE's, made of the model's first layer and output head: all is random."""
+
+    def __init__(self, decoder: FastDecoder) -> None:
+        size = decoder.hidden_size
+        self.decoder = decoder
+        weight = torch.randn(size, 2 * size, device=decoder.device).to(decoder.dtype) * size**-0.5
+        self.fc = Linear(weight, None, decoder.dtype, pack=True, row_invariant=False)
+
+    def forward(
+        self, token_ids: torch.Tensor, hidden: torch.Tensor | None, rows: KVRows, step: int
+    ) -> torch.Tensor:
+        assert hidden is not None
+        decoder = self.decoder
+        embedded = torch.nn.functional.embedding(token_ids, decoder.embeddings)
+        cos, sin = decoder.rotary.rows(rows.positions)
+        x = self.fc(torch.cat([embedded, hidden], dim=-1))
+        return decoder.layers[0](x, cos, sin, functools.partial(rows.attend, 0))
+
+    def logits(self, hidden: torch.Tensor, step: int) -> torch.Tensor:
+        return self.decoder.lm_head(self.decoder.norm(hidden))
+
+    def propose(self, batch: DraftInput) -> Draft:
+        return draft(batch, self, hidden=batch.hidden_states, shifted=True, sample=False)
+
+    dummy_run = propose
+
+
+def drafter_bytes(options: argparse.Namespace) -> int:
+    """Bytes of the matrices that a pass of the drafter reads."""
+    size, (num_heads, num_kv_heads, head_dim) = options.hidden, options.heads
+    attention = 2 * (num_heads + num_kv_heads) * head_dim
+    rows = 2 * size + attention + 3 * options.intermediate + options.vocab
+    return int(size * rows * getattr(torch, options.dtype).itemsize)
+
+
+def measure_drafter(
+    target: TargetModel, options: argparse.Namespace, batch: int, capturing: Capturing | None
+) -> DrafterPass:
+    """What a token more takes, of a draft for `batch` requests; eager and by graphs."""
+    assert isinstance(target.decoder, FastDecoder)
+    drafter = Drafter(target.decoder)
+    kv = target.kv_layout[0]
+    needs = Needs(hidden_state=True, kv_layers=(KVLayer(kv.num_kv_heads, kv.head_dim),))
+    guarded = GuardedProposer(
+        drafter, name="drafter", owner="bench", vocab_size=options.vocab, strict=True
+    )
+    member = Member(guarded, needs, NUM_DRAFTS, drafter.dummy_run)
+    num_blocks = batch * -(-options.context // BLOCK_SIZE)
+    cache = KVCache([kv], num_blocks, BLOCK_SIZE, target.dtype, target.device, [kv])
+    cache.proposer_layers[0].slots[: cache.null_slot].normal_()
+    slots = random_batch(options.vocab, batch, options.context, 1)["slots"]
+    graphs = capture_draft_graphs(
+        target,
+        member,
+        cache.proposer_layers,
+        cache,
+        extent_of(member, batch, options.context),
+        capturing=capturing,
+    )
+    assert graphs is not None, "nothing could be captured"
+    num_tokens = options.context - NUM_DRAFTS
+    hidden = torch.randn(batch, options.hidden, device=target.device).to(target.dtype)
+    positions = torch.full((batch,), num_tokens - 2, device=target.device)
+
+    def drafts(k: int, passes: DraftGraphs | None) -> list[list[int]]:
+        requests = [DraftRequest(f"{i}", range(num_tokens), 1, k) for i in range(batch)]
+        view = StepKV(
+            cache.proposer_layers,
+            cache.null_slot,
+            requests,
+            lambda req_id, num_positions: slots[int(req_id)][:num_positions],
+            draft_slots=0,
+            device=target.device,
+            passes=passes,
+        )
+        made = drafter.propose(
+            DraftInput(
+                requests,
+                hidden_states=hidden,
+                positions=positions,
+                row_starts=range(batch + 1),
+                kv=view,
+            )
+        )
+        return made.token_ids
+
+    def pass_seconds(passes: DraftGraphs | None) -> float:
+        few, many = (
+            seconds(functools.partial(drafts, k, passes), target.device, options.repeats)
+            for k in (1, NUM_DRAFTS)
+        )
+        return (many - few) / (NUM_DRAFTS - 1)
+
+    one, other = (torch.tensor(drafts(NUM_DRAFTS, passes)) for passes in (None, graphs))
+    static = next(each for each in graphs.passes if each.num_rows >= batch)
+    return DrafterPass(
+        batch=batch,
+        eager=pass_seconds(None),
+        graph=pass_seconds(graphs),
+        replay=seconds(static.launch, target.device, options.repeats),
+        same=float((one == other).float().mean()),
+    )
+
+
 def step_seconds(model: Any, num_tokens: int, *, enforce_eager: bool) -> float:
     """What a step of the engine takes, while it decodes one text plainly."""
     with LLM(model, None, max_num_seqs=1, max_model_len=num_tokens + 16,
@@ -187,11 +321,17 @@ def measure(options: argparse.Namespace) -> Figures:
             for batch in options.batch_sizes
             for rows in options.rows
         ]
-        del graphs, cache, target
+        del graphs, cache
+        drafter_passes = [
+            measure_drafter(target, options, batch, capturing) for batch in options.batch_sizes
+        ]
+        del target
         return Figures(
             bandwidth=copy_bandwidth(device, options.repeats),
             weights=read_bytes(model),
             passes=passes,
+            drafter_weights=drafter_bytes(options),
+            drafter_passes=drafter_passes,
             steps={
                 how: step_seconds(model, options.tokens, enforce_eager=how == "eager")
                 for how in (("eager", "graphs") if device.type == "cuda" else ("eager",))
@@ -233,6 +373,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(
             f"{each.batch:6} {each.rows:5} {each.eager * 1e3:9.3f} {each.graph * 1e3:9.3f} "
             f"{each.replay * 1e3:10.3f} {each.graph / figures.floor:11.2f} {each.difference:8.1e}"
+        )
+    floor = figures.drafter_weights / figures.bandwidth
+    print(
+        f"a drafter's passes; its weights {figures.drafter_weights / 1e9:.2f} GB; "
+        f"floor {floor * 1e3:.3f} ms\n     B  eager ms  graph ms  replay ms  over floor  same"
+    )
+    for drafted in figures.drafter_passes:
+        print(
+            f"{drafted.batch:6} {drafted.eager * 1e3:9.3f} {drafted.graph * 1e3:9.3f} "
+            f"{drafted.replay * 1e3:10.3f} {drafted.graph / floor:11.2f} {drafted.same:5.2f}"
         )
     for how, took in figures.steps.items():
         print(f"a step of the engine, {how}: {took * 1e3:.3f} ms, {took / figures.floor:.2f}")

@@ -238,9 +238,9 @@ def engine_texts(
     Returns the outputs, the features that the proposer saw, how often each graph was replayed, and
     how many drafts were accepted.
     """
-    module: Any = import_module("foresay.core.worker.triton_graphs")
-    captured, in_cuda = Captured(), module._in_cuda
-    module._in_cuda = lambda device: captured
+    module: Any = import_module("foresay.core.worker.triton_capture")
+    captured, in_cuda = Captured(), module.in_cuda
+    module.in_cuda = lambda device: captured
     KnowsTheText.features, KnowsTheText.texts = [], list(known or [])
     if known is not None:
         settings = {"num_speculative_tokens": 3, "adaptive": False, **settings}
@@ -263,5 +263,5 @@ def engine_texts(
             outputs = [list(result.outputs[0].token_ids) for result in results]
             accepted = llm.stats.num_accepted_tokens
     finally:
-        module._in_cuda = in_cuda
+        module.in_cuda = in_cuda
     return outputs, KnowsTheText.features, captured.num_replays, accepted

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from foresay.core.worker import decoder as decoder_module
+from foresay.core.worker import rotary as rotary_module
 from foresay.core.worker.attention import AttentionMetadata
 from foresay.core.worker.decoder import FastDecoder, RotaryTable, rotate, silu
 from foresay.core.worker.kv_cache import KVCache
@@ -156,7 +156,7 @@ def test_a_rejected_run_is_written_over(family: str) -> None:
 def test_positions_reach_beyond_one_chunk_of_the_rotary_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(decoder_module, "_ROTARY_CHUNK", 16)
+    monkeypatch.setattr(rotary_module, "_ROTARY_CHUNK", 16)
     model = tiny_models.llama()
     text = Text(60, 1)
     run = Run(model, text)

@@ -120,6 +120,46 @@ def test_a_node_attends_to_the_text_the_nodes_above_it_and_itself() -> None:
     assert attend(view.rows([0], [range(4, 5)]), [8.0]) == pytest.approx([9 / 5])
 
 
+def test_last_rows_attend_to_rows_that_are_stored_alone() -> None:
+    """By powers of two, under equal weights: of two texts, then of two trees behind them."""
+    kv = private_kv(64)
+    asked = [request("a", 5, k=7), request("b", 4, k=7)]
+    for one in asked:
+        kv.hold(one.req_id, 16)
+    view = kv.view(asked)
+
+    def last_ones(rows: Any, values: list[float]) -> list[float]:
+        given = torch.tensor(values).view(-1, 1, 1).expand(-1, 1, 4).contiguous()
+        rows.store(0, torch.zeros_like(given), given)
+        last = rows.last()
+        assert last.positions.tolist() == rows.positions[rows.last_rows].tolist()
+        assert last.last_rows.tolist() == list(range(len(rows.last_rows)))
+        given = given[rows.last_rows]
+        zeros = torch.zeros_like(given)
+        return list(last.attend(0, zeros, zeros, given, scale=1.0)[:, 0, 0].tolist())
+
+    found = last_ones(view.rows([0, 1], [range(4), range(3)]), [1.0, 2, 4, 8, 16, 32, 64])
+    assert found == pytest.approx([15 / 4, 112 / 3])
+    assert view.missing([range(4), range(3)]) is None
+    # Of "a" the nodes 0 (root's child), 1 (root's child), 2 (below 0); of "b" a chain of two.
+    trees = tree_rows(view, (0, 4, [-1, -1, 0], 3), (1, 3, [-1, 0], 2))
+    found = last_ones(trees, [128.0, 256, 512, 1024, 2048])
+    assert found == pytest.approx([(15 + 128 + 512) / 6, (112 + 1024 + 2048) / 5])
+
+
+def test_rows_that_are_only_stored_are_there_and_those_of_no_layer_are_an_error() -> None:
+    kv = private_kv(16)
+    kv.hold("a", 8)
+    view = kv.view([request("a", 8)])
+    rows = view.rows([0], [range(3)])
+    zeros = torch.zeros(3, 1, 4)
+    with pytest.raises(ValueError, match="layer 1: the proposer declared 1 KV layers"):
+        rows.store(1, zeros, zeros)
+    assert "did not store position 0" in (view.missing([range(3)]) or "")
+    rows.store(0, zeros, zeros)
+    assert view.missing([range(3)]) is None
+
+
 @pytest.mark.parametrize(
     ("tree", "message"),
     [

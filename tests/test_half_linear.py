@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from foresay import LLM, SamplingParams
+from foresay.core.config import EngineConfig
 from foresay.core.errors import ConfigError
 from foresay.core.worker import half_linear
+from foresay.core.worker import target as target_module
 from foresay.core.worker.decoder import FastDecoder
-from foresay.core.worker.half_linear import HalfLinear, is_available, is_exact
+from foresay.core.worker.half_linear import HalfLinear, is_available, scale_for
 from foresay.core.worker.linear import Linear
 from foresay.core.worker.target import load_target
 
@@ -36,6 +41,7 @@ def test_products_are_those_of_float32(
     weight = numbers(out_features, in_features)
     shift = numbers(out_features, seed=1) if bias else None
     linear = HalfLinear(weight, shift, dtype)
+    assert linear.is_half
     x = torch.randn(9, in_features, generator=torch.Generator().manual_seed(2)).to(dtype)
     exact = x.double() @ weight.double().T + (0 if shift is None else shift.double())
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
@@ -66,17 +72,57 @@ def test_a_row_has_the_same_bits_in_every_batch(
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("odd", [1e-9, 70000.0, 1 / 3])
-def test_a_weight_that_float16_does_not_have_stays_in_float32(odd: float) -> None:
+@pytest.mark.parametrize("odd", [1 / 3, 2.0**-30 + 2.0**-39, math.inf, math.nan])
+def test_a_weight_with_more_digits_stays_in_float32(odd: float) -> None:
     weight = numbers(32, 16)
-    assert is_exact(weight)
     weight[5, 7] = odd
-    assert not is_exact(weight)
-    x = torch.randn(4, 16)
-    assert torch.equal(
-        HalfLinear(weight, None, torch.float32)(x),
-        Linear(weight, None, torch.float32, pack=True)(x),
-    )
+    assert scale_for(weight) is None
+    linear, x = HalfLinear(weight, None, torch.float32), torch.randn(4, 16)
+    assert not linear.is_half
+    usual = Linear(weight, None, torch.float32, pack=True)(x)
+    torch.testing.assert_close(linear(x), usual, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("factor", [2.0**-70, 2.0**-20, 1.0, 2.0**20, 2.0**100])
+def test_weights_of_any_size_are_in_float16_to_their_last_digit(factor: float) -> None:
+    weight = numbers(64, 600, seed=5) * factor
+    linear = HalfLinear(weight, None, torch.float32)
+    assert linear.is_half
+    rows, _ = linear.rows(torch.arange(64))
+    assert torch.equal(rows, weight)
+
+
+@given(data=st.data())
+def test_what_is_lost_of_the_smallest_weights_is_far_below_the_rounding_of_sums(
+    data: st.DataObject,
+) -> None:
+    whole = st.integers(0, 2**16 - 1)  # as bits of a bfloat16
+    bits = torch.tensor(data.draw(st.lists(whole, min_size=8, max_size=8)), dtype=torch.int32)
+    weight = (bits << 16).view(torch.float32)[None]
+    scale = scale_for(weight)
+    largest = float(weight.abs().max())
+    if not math.isfinite(largest):
+        assert scale is None
+        return
+    if largest == 0:
+        assert scale == 1.0
+        return
+    if largest < 2.0**-86:  # no scale within float32 would do
+        assert scale is None
+        return
+    assert scale is not None
+    assert math.frexp(scale)[0] == 0.5  # a power of two: it costs no digit
+    exact = weight.double() * scale
+    lost = (exact.half().double() - exact).abs().max()
+    assert float(lost) <= largest * scale * 2.0**-39
+    if scale == 1.0:
+        assert float(lost) == 0
+
+
+def test_float16_numbers_are_kept_as_they_are() -> None:
+    weight = numbers(64, 64).half().float()
+    weight[0, 0] = 1 + 2.0**-10
+    assert scale_for(weight) == 1.0
 
 
 def test_the_model_is_the_same_and_speculation_changes_no_token() -> None:
@@ -92,9 +138,9 @@ def test_the_model_is_the_same_and_speculation_changes_no_token() -> None:
     ]
     found = {}
     for name, settings in {
-        "float32": {"proposer": None},
-        "plain": {"proposer": None, "quantization": "float16"},
-        "ngram": {"proposer": "ngram", "quantization": "float16", "adaptive": False},
+        "float32": {"proposer": None, "quantization": "none"},
+        "plain": {"proposer": None},
+        "ngram": {"proposer": "ngram", "adaptive": False},
     }.items():
         asked: dict[str, Any] = {"strict": True, **settings}
         with LLM(model=model, **asked) as llm:
@@ -103,8 +149,9 @@ def test_the_model_is_the_same_and_speculation_changes_no_token() -> None:
     assert found["ngram"] == found["plain"] == found["float32"]
 
 
-def test_nothing_but_half_the_bytes_is_kept() -> None:
-    target = load_target(tiny_models.llama().bfloat16().float(), quantization="float16")
+@pytest.mark.parametrize("quantization", ["float16", "auto"])
+def test_nothing_but_half_the_bytes_is_kept(quantization: str) -> None:
+    target = load_target(tiny_models.llama().bfloat16().float(), quantization=quantization)
     assert isinstance(target.decoder, FastDecoder)
     linears = [target.decoder.lm_head]
     for layer in target.decoder.layers:
@@ -120,3 +167,35 @@ def test_where_there_is_no_product_for_it_it_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(half_linear, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="FBGEMM"):
         load_target(tiny_models.llama(), quantization="float16")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "is_half"), [("auto", True), ("float16", True), ("none", False)]
+)
+def test_transformers_modules_keep_them_too(quantization: str, is_half: bool) -> None:
+    model = tiny_models.llama().bfloat16().float()
+    target = load_target(model, quantization=quantization, force_transformers=True)
+    assert target.decoder.is_half == is_half
+    assert ("float16 weights" in target.description) == is_half
+
+
+def test_a_float32_checkpoint_stays_as_it_is() -> None:
+    target = load_target(tiny_models.llama())
+    assert not target.decoder.is_half
+    assert "float16" not in target.description
+
+
+def test_automatically_only_where_products_are_computed_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_models.llama().bfloat16()
+    monkeypatch.setattr(target_module, "compute_dtype", lambda dtype, device: torch.bfloat16)
+    assert not load_target(model).decoder.is_half
+    monkeypatch.setattr(target_module, "compute_dtype", lambda dtype, device: torch.float32)
+    assert load_target(model).decoder.is_half
+    monkeypatch.setattr(half_linear, "is_available", lambda: False)
+    assert not load_target(model).decoder.is_half
+
+
+def test_none_is_another_word_for_as_they_are() -> None:
+    assert EngineConfig(quantization=None).quantization == "none"  # type: ignore[arg-type]

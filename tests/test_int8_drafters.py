@@ -49,9 +49,9 @@ def rounded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("name", "num_products"),
     [
-        ("eagle", 5),  # fc, qkv, o, gate and up, down; its output head is the target's
+        ("eagle", 6),  # fc, qkv, kv, o, gate and up, down; its output head is the target's
         ("medusa", 1),  # at least
-        ("mtp", 5),
+        ("mtp", 6),
     ],
 )
 def test_the_text_is_that_of_plain_decoding(

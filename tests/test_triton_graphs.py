@@ -23,6 +23,7 @@ if not HAS_TRITON:
 
 from static_passes import SMALL, Rows, compare, engine_texts, make_batch
 
+from foresay.core.worker import triton_capture, triton_static
 from foresay.core.worker import triton_graphs as graphs
 from foresay.core.worker.triton_attention import RowLayout, Tiling
 from foresay.core.worker.triton_graphs import Extent, Graphs, StaticForward, capture_graphs
@@ -191,8 +192,8 @@ def test_the_smallest_bucket_that_holds_a_step_takes_it(
 def test_a_step_of_more_splits_than_there_is_room_for_is_not_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(graphs, "_PARTS", 5)
-    monkeypatch.setattr(graphs.Tiling, "choose", lambda *arguments: Tiling(*SMALL))
+    monkeypatch.setattr(triton_static, "_PARTS", 5)
+    monkeypatch.setattr(triton_static.Tiling, "choose", lambda *arguments: Tiling(*SMALL))
     made, found = recording()
     assert made.run(**make_batch([Rows(60, 1), Rows(64, 1)], 0), capture=None) is not None
     assert made.run(**make_batch([Rows(60, 1), Rows(32, 3)], 0), capture=None) is not None
@@ -263,7 +264,7 @@ def test_the_memory_of_graphs_is_what_the_two_largest_take(
         taken += 1000 if is_largest else 30
         return work
 
-    monkeypatch.setattr(graphs, "free_memory", lambda device: 10**6 - taken)
+    monkeypatch.setattr(triton_capture, "free_memory", lambda device: 10**6 - taken)
     assert graphs.memory_of_graphs(target(), Extent(3, 8, 40), capturing=capturing) == 1090
 
 
@@ -277,16 +278,16 @@ def test_the_memory_of_graphs_is_unknown_where_they_fail() -> None:
 def test_before_the_first_step_nothing_is_stored_where_requests_are() -> None:
     cache = new_cache()
     forward = StaticForward(target(), cache, Extent(3, 8, 40), 8)
-    assert forward._rows[2].tolist() == [cache.scratch_slot] * 8
+    assert forward.rows.fields["slot_mapping"].tolist() == [cache.scratch_slot] * 8
 
 
 def test_a_bucket_begins_with_nothing_that_a_larger_one_left() -> None:
     """All lie at the end of one buffer: slots of another bucket would be token ids here."""
     cache, extent = new_cache(), Extent(3, 32, 64, 5)
-    buffers = None
+    largest = None
     for num_rows in extent.buckets[::-1]:
-        forward = StaticForward(target(), cache, extent, num_rows, buffers)
-        buffers = forward.buffers
-        for name, array in forward._arrays.items():
+        forward = StaticForward(target(), cache, extent, num_rows, largest)
+        largest = largest or forward
+        for name, field in forward.rows.fields.items():
             expected = cache.scratch_slot if name == "slot_mapping" else 0
-            assert (array == expected).all(), (num_rows, name)
+            assert (field == expected).all(), (num_rows, name)

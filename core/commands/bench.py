@@ -81,7 +81,7 @@ def bench(
     seed: options.Seed = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
-    quantization: options.Quantization = None,
+    quantization: options.Quantization = "auto",
     drafter_quantization: options.DrafterQuantization = "auto",
     enforce_eager: options.EnforceEager = False,
     predictions: Annotated[

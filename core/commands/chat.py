@@ -70,7 +70,7 @@ def chat(
     stop: options.Stop = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
-    quantization: options.Quantization = None,
+    quantization: options.Quantization = "auto",
     drafter_quantization: options.DrafterQuantization = "auto",
     enforce_eager: options.EnforceEager = False,
     prefix_caching: Annotated[

@@ -123,7 +123,7 @@ def doctor(
     seed: options.Seed = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
-    quantization: options.Quantization = None,
+    quantization: options.Quantization = "auto",
     drafter_quantization: options.DrafterQuantization = "auto",
     out: Annotated[
         str | None,

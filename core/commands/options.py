@@ -67,11 +67,11 @@ Settings = Annotated[
 Dtype = Annotated[str, typer.Option("--dtype", help="'auto', 'float32', 'bfloat16' or 'float16'.")]
 Device = Annotated[str, typer.Option("--device", help="'auto', 'cpu', 'cuda' or 'cuda:N'.")]
 Quantization = Annotated[
-    str | None,
+    str,
     typer.Option(
         "--quantization",
-        help="On a CPU: 'int8', weights rounded to it; 'float16', weights kept in it where it has "
-        "them exactly. Default: as they are.",
+        help="How a CPU keeps weights: 'int8', rounded to it; 'float16', where nothing is lost by "
+        "it; 'none', as they are; 'auto': 'float16' where it computes in float32.",
     ),
 ]
 DrafterQuantization = Annotated[

@@ -42,7 +42,7 @@ def run(
     ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
-    quantization: options.Quantization = None,
+    quantization: options.Quantization = "auto",
     drafter_quantization: options.DrafterQuantization = "auto",
     enforce_eager: options.EnforceEager = False,
     raw: Annotated[

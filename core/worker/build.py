@@ -98,7 +98,7 @@ def build_runner(
         )
 
     members = [
-        Member(*_build_proposer(choice, view(needs), needs, config), k)
+        _build_member(choice, view(needs), needs, k, config)
         for choice, needs, k in zip(choices, each_needs, nums_draft_tokens, strict=True)
     ]
     proposer_layout = [
@@ -108,7 +108,7 @@ def build_runner(
     ]
     is_gpu = target.device.type == "cuda"
     most_draft_tokens = max(nums_draft_tokens, default=0)
-    graphs = _graphs_module(target, config)
+    graphs = _graphs_module("triton_graphs", target, config) if target.is_fast else None
     extent: Any = graphs and graphs.Extent(
         max_num_seqs=config.max_num_seqs,
         max_rows=min(config.max_num_seqs * (1 + most_draft_tokens), config.max_num_batched_tokens),
@@ -116,6 +116,14 @@ def build_runner(
         max_nodes=most_draft_tokens,
     )
     graph_memory = graphs and graphs.memory_of_graphs(target, extent)
+    draft_graphs = _graphs_module("triton_draft_graphs", target, config)
+    draft_memory = [
+        draft_graphs
+        and draft_graphs.memory_of_draft_graphs(
+            target, member, draft_graphs.extent_of(member, config.max_num_seqs, most_positions)
+        )
+        for member in members
+    ]
     if is_gpu:
         num_output_rows = config.max_num_seqs * (1 + most_draft_tokens)
         dummy_step(target, config.max_num_batched_tokens, num_output_rows)
@@ -125,7 +133,7 @@ def build_runner(
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         budget=int(
-            max(0, free_memory(target.device) - (graph_memory or 0))
+            max(0, free_memory(target.device) - sum(filter(None, (graph_memory, *draft_memory))))
             * (GPU_SHARE if is_gpu else CPU_SHARE)
         ),
         model_limit=target.max_model_len,
@@ -160,6 +168,18 @@ def build_runner(
             chain.capture() if chain is not None else None,
         )
     how_graphs = captured.description if captured else "no CUDA graphs"
+    for member, memory in zip(members, draft_memory, strict=True):
+        if draft_graphs and memory is not None:
+            passes = draft_graphs.capture_draft_graphs(
+                target,
+                member,
+                member.layers,
+                cache,
+                draft_graphs.extent_of(member, config.max_num_seqs, pool.max_model_len),
+            )
+            if passes is not None:
+                member.passes = passes
+                how_graphs += f"; of {member.proposer.name}: {passes.description}"
     size = pool.num_blocks * block_bytes(
         [*target.kv_layout, *proposer_layout], config.block_size, target.dtype
     )
@@ -182,11 +202,11 @@ def build_runner(
     )
 
 
-def _graphs_module(target: TargetModel, config: EngineConfig) -> Any | None:
-    """Return `worker.triton_graphs`, which needs triton, where passes can be captured."""
-    if config.enforce_eager or not target.is_fast or triton_backend(target.device) is None:
+def _graphs_module(name: str, target: TargetModel, config: EngineConfig) -> Any | None:
+    """Return a module of the worker that needs triton, where passes can be captured."""
+    if config.enforce_eager or triton_backend(target.device) is None:
         return None
-    return importlib.import_module("foresay.core.worker.triton_graphs")
+    return importlib.import_module(f"foresay.core.worker.{name}")
 
 
 def _int8_drafter(
@@ -225,13 +245,10 @@ def _int8_drafter(
     return True
 
 
-def _build_proposer(
-    choice: Choice, view: TargetView, needs: Needs, config: EngineConfig
-) -> tuple[GuardedProposer, Needs]:
-    """Build the proposer, show it the target, and let it prepare for the largest batch.
-
-    Returns what it needs, too: `load` may know better than the spec did.
-    """
+def _build_member(
+    choice: Choice, view: TargetView, needs: Needs, num_draft_tokens: int, config: EngineConfig
+) -> Member:
+    """Build the proposer and show it the target: what it needs, `load` may know better."""
     name = choice.spec.name
     try:
         proposer: Any = choice.spec.build(choice.config)
@@ -239,8 +256,6 @@ def _build_proposer(
             narrowed = proposer.load(view) if hasattr(proposer, "load") else None
             if narrowed is not None:
                 needs = choice.checked(narrowed, view.config, "load")
-            if hasattr(proposer, "dummy_run"):
-                proposer.dummy_run(config.max_num_seqs)
     except ForesayError:
         raise
     except Exception as error:
@@ -264,4 +279,4 @@ def _build_proposer(
         max_failures=1 if has_state else MAX_FAILURES_IN_A_ROW,
         may_branch=needs.tree,
     )
-    return guarded, needs
+    return Member(guarded, needs, num_draft_tokens, getattr(proposer, "dummy_run", None))

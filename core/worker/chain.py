@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +24,7 @@ from foresay.core.proposer import Draft, DraftInput, DraftRequest, Needs
 from foresay.core.worker.capture import Capture
 from foresay.core.worker.draft_sampler import DraftProbs, DrawRequest, StepSampler
 from foresay.core.worker.drafter_kv import Slots, StepKV
+from foresay.core.worker.drafting import DraftPasses
 from foresay.core.worker.features import MOST_PENDING, FeatureQueue
 from foresay.core.worker.kv_cache import KVCache, LayerCache
 from foresay.core.worker.proposing import GuardedProposer
@@ -39,6 +40,8 @@ class Member:
     proposer: GuardedProposer
     needs: Needs
     num_speculative_tokens: int
+    dummy_run: Callable[[DraftInput], None] | None = None  # the proposer's, if it has one
+    passes: DraftPasses | None = None  # what runs them over `layers`; None: the proposer itself
     # Set by the chain, for who needs them.
     queue: FeatureQueue | None = None
     layers: Sequence[LayerCache] = ()
@@ -307,6 +310,7 @@ class ProposerChain:
                 slots,
                 draft_slots=member.needs.draft_slots,
                 device=features.positions.device,
+                passes=member.passes,
             )
         drafts = member.proposer.propose(
             replace(

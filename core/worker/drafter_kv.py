@@ -9,7 +9,9 @@ row-invariant: they decide how many drafts are accepted, never what a text says.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,6 +25,10 @@ from foresay.core.worker.attention import (
 )
 from foresay.core.worker.kv_cache import KVCache, LayerCache, LayerKV
 from foresay.core.worker.linear import compute_dtype
+from foresay.core.worker.row_places import RowPlaces
+
+if TYPE_CHECKING:
+    from foresay.core.worker.drafting import DraftPasses
 
 _BLOCK_SIZE = 16  # of a `PrivateKV`
 
@@ -30,20 +36,41 @@ Slots = Callable[[str, int], np.ndarray]  # a request's id and n -> the slots of
 
 
 class StepRows:
-    """Rows laid out for attention; see `foresay.core.proposer.KVRows`."""
+    """Rows laid out for attention; see `foresay.core.proposer.KVRows`.
+
+    Where there are `passes` that may run them without, they are laid out when they are asked for.
+    """
 
     def __init__(
         self,
         layers: Sequence[LayerCache],
-        metadata: AttentionMetadata,
-        last_rows: torch.Tensor,
-        on_attend: Callable[[int], None],
+        lay_out: Callable[[], tuple[AttentionMetadata, torch.Tensor]],
+        on_stored: Callable[[int], None],
+        last: Callable[[], StepRows],
+        places: Callable[[], RowPlaces] | None = None,
+        passes: DraftPasses | None = None,
     ) -> None:
-        self.positions = metadata.positions
-        self.last_rows = last_rows
+        """`lay_out` returns the layout and `last_rows`; `places`, for `passes`, where rows lie.
+
+        `on_stored` is told each layer that has stored them.
+        """
+        self.passes = passes
+        self.places = places
+        self.on_stored = on_stored
         self._layers = layers
-        self._metadata = metadata
-        self._on_attend = on_attend
+        self._last = last
+        self._lay_out = lay_out
+        self._layout = lay_out() if passes is None else None
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[num_rows] int64."""
+        return self._laid_out()[0].positions
+
+    @property
+    def last_rows(self) -> torch.Tensor:
+        """[num_ranges] int64: the row where each range ends."""
+        return self._laid_out()[1]
 
     def attend(
         self,
@@ -58,25 +85,44 @@ class StepRows:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the rows' keys and values in `layer`, then attend causally."""
-        if not 0 <= layer < len(self._layers):
-            raise ValueError(
-                f"layer {layer}: the proposer declared {len(self._layers)} KV layers, from 0"
-            )
-        cache = self._layers[layer]
+        cache = self._cache(layer)
         dtype = cache.key.dtype
         out = paged_attention(
             query.to(dtype),
             key.to(dtype),
             value.to(dtype),
             cache,
-            self._metadata,
+            self._laid_out()[0],
             scale=scale,
             sliding_window=sliding_window,
             softcap=softcap,
             sinks=sinks,
         )
-        self._on_attend(layer)
+        self.on_stored(layer)
         return out.to(query.dtype)
+
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store the rows' keys and values in `layer`."""
+        cache = self._cache(layer)
+        dtype = cache.key.dtype
+        cache.write(self._laid_out()[0].slot_mapping, key.to(dtype), value.to(dtype))
+        self.on_stored(layer)
+
+    def last(self) -> StepRows:
+        """Lay out the rows `last_rows` alone."""
+        return self._last()
+
+    def _laid_out(self) -> tuple[AttentionMetadata, torch.Tensor]:
+        if self._layout is None:
+            self._layout = self._lay_out()
+        return self._layout
+
+    def _cache(self, layer: int) -> LayerCache:
+        if not 0 <= layer < len(self._layers):
+            raise ValueError(
+                f"layer {layer}: the proposer declared {len(self._layers)} KV layers, from 0"
+            )
+        return self._layers[layer]
 
 
 class StepKV:
@@ -91,7 +137,9 @@ class StepKV:
         *,
         draft_slots: int,
         device: torch.device,
+        passes: DraftPasses | None = None,
     ) -> None:
+        """`passes`: what may run a drafter's passes over `layers` in its own way."""
         self._layers = layers
         self._null_slot = null_slot
         self._requests = requests
@@ -103,6 +151,10 @@ class StepKV:
         self._rules = AttentionRules(compute_dtype=None if compute == dtype else compute)
         # By layer and request: the positions that were stored, as ranges.
         self._stored: dict[tuple[int, int], list[range]] = {}
+        self._passes = passes
+        # By request: the slots of all positions that it may have rows for, for `passes`.
+        self._all_slots: dict[int, np.ndarray] = {}
+        self._slots_key = object()  # this step's
 
     def rows(self, requests: Sequence[int], positions: Sequence[range]) -> StepRows:
         """Lay out rows; see `KVView.rows`. Raises `ValueError` for positions that are not there."""
@@ -123,15 +175,13 @@ class StepKV:
             arrays.append(np.arange(span.start, span.stop))
             slots.append(self._slots(request.req_id, span.stop))
             mapping.append(slots[-1][span.start :])
-        metadata = AttentionMetadata.build(
-            arrays, slots, np.concatenate(mapping), self._null_slot, self._rules, self._device
-        )
 
         def stored(layer: int) -> None:
             for index, span in zip(requests, positions, strict=True):
                 self._stored.setdefault((layer, index), []).append(span)
 
-        return self._laid_out(metadata, [len(array) for array in arrays], stored)
+        last = functools.partial(self.rows, requests, [span[-1:] for span in positions])
+        return self._laid_out(requests, arrays, slots, mapping, None, stored, last)
 
     def tree_rows(
         self,
@@ -177,24 +227,48 @@ class StepKV:
             slots.append(self._slots(request.req_id, first + num_nodes))
             mapping.append(slots[-1][-new:])
             trees.append(TreeLayout(first, np.array(above, dtype=np.int64), nodes))
-        metadata = AttentionMetadata.build(
-            arrays,
-            slots,
-            np.concatenate(mapping),
-            self._null_slot,
-            self._rules,
-            self._device,
-            trees,
-        )
+        last = functools.partial(self.tree_rows, requests, firsts, parents, [1] * len(requests))
         # No features are stored: their positions lie before the nodes.
-        return self._laid_out(metadata, num_new, lambda _layer: None)
+        return self._laid_out(requests, arrays, slots, mapping, trees, lambda _layer: None, last)
 
     def _laid_out(
-        self, metadata: AttentionMetadata, lens: Sequence[int], stored: Callable[[int], None]
+        self,
+        requests: Sequence[int],
+        positions: Sequence[np.ndarray],
+        slots: Sequence[np.ndarray],
+        slot_mapping: Sequence[np.ndarray],
+        trees: Sequence[TreeLayout | None] | None,
+        stored: Callable[[int], None],
+        last: Callable[[], StepRows],
     ) -> StepRows:
-        last_rows = torch.from_numpy(np.cumsum(lens) - 1)
-        last_rows = last_rows.to(self._device, non_blocking=True)
-        return StepRows(self._layers, metadata, last_rows, stored)
+        def lay_out() -> tuple[AttentionMetadata, torch.Tensor]:
+            metadata = AttentionMetadata.build(
+                positions,
+                slots,
+                np.concatenate(slot_mapping),
+                self._null_slot,
+                self._rules,
+                self._device,
+                trees,
+            )
+            last_rows = torch.from_numpy(np.cumsum([len(each) for each in positions]) - 1)
+            return metadata, last_rows.to(self._device, non_blocking=True)
+
+        def places() -> RowPlaces:
+            """Return these rows with the same slots in all passes of a step: they are sent once."""
+            for index in requests:
+                if index not in self._all_slots:
+                    request = self._requests[index]
+                    self._all_slots[index] = self._slots(request.req_id, self._end(request))
+            return RowPlaces(
+                positions,
+                [self._all_slots[index] for index in requests],
+                slot_mapping,
+                trees or [None] * len(positions),
+                slots_key=(self._slots_key, *requests),
+            )
+
+        return StepRows(self._layers, lay_out, stored, last, places, self._passes)
 
     def _end(self, request: DraftRequest) -> int:
         """Return where the positions end that rows may be laid out for."""

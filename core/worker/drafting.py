@@ -14,6 +14,7 @@ import torch
 
 from foresay.core.proposer import Draft, DraftInput, KVRows
 from foresay.core.worker.confidence import Confidence
+from foresay.core.worker.drafter_kv import StepRows
 
 
 class DrafterModel(Protocol):
@@ -30,12 +31,27 @@ class DrafterModel(Protocol):
 
         `hidden` is what belongs to each row: at `step` 0 the target's features, as they were
         given to `draft`; later the drafter's own of the row before. None: it takes none. With
-        `last_rows_only` it returns the rows `rows.last_rows` alone.
+        `last_rows_only` it returns, at step 0, the rows `rows.last_rows` alone.
         """
         ...
 
     def logits(self, hidden: torch.Tensor, step: int) -> torch.Tensor:
         """Return logits [n, draft_vocab] of what `forward` returned for n rows."""
+        ...
+
+
+class DraftPasses(Protocol):
+    """What may run a drafter's later passes in the core's own way: as CUDA graphs."""
+
+    def run(
+        self,
+        model: DrafterModel,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor | None,
+        rows: StepRows,
+        step: int,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Run a pass as `run_pass` does; None, and nothing is done, if it is not one of these."""
         ...
 
 
@@ -152,7 +168,7 @@ def take_features(
     request that drafts adds a row for the last token (`Needs.draft_slots` is 1).
 
     `last_rows_only`: `model.forward` returns one row for each range that it was given, its last.
-    (A model that goes on to its logits there need not compute them for a whole prompt.)
+    (Of the others keys and values are needed, but nothing else of the last layer, nor logits.)
 
     The rows are stored in the KV cache by this, also those of requests with k = 0. Returns the
     indices of the requests with k >= 1, and the last state of each, [num_drafting, hidden_size].
@@ -210,8 +226,11 @@ def go_on(
     """
     requests = batch.requests
     assert batch.kv is not None
-    while drafting:
-        token_ids = picker.pick(model.logits(states, step), step, drafting)
+    if not drafting:
+        return
+    logits = model.logits(states, step)
+    while True:
+        token_ids = picker.pick(logits, step, drafting)
         step += 1
         going = [i for i, index in enumerate(drafting) if picker.wants(index, step)]
         if not going:
@@ -222,7 +241,26 @@ def go_on(
             drafting = [drafting[i] for i in going]
         positions = [len(requests[index].token_ids) + offset + step for index in drafting]
         rows = batch.kv.rows(drafting, [range(p, p + 1) for p in positions])
-        states = model.forward(token_ids, states if feeds_back else None, rows, step)
+        states, logits = run_pass(model, token_ids, states if feeds_back else None, rows, step)
+
+
+def run_pass(
+    model: DrafterModel,
+    token_ids: torch.Tensor,
+    hidden: torch.Tensor | None,
+    rows: KVRows,
+    step: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a pass after the first; return what `model.forward` and `model.logits` return.
+
+    It may be run as a CUDA graph, and what is returned then holds until the next pass.
+    """
+    if isinstance(rows, StepRows) and rows.passes is not None:
+        found = rows.passes.run(model, token_ids, hidden, rows, step)
+        if found is not None:
+            return found
+    states = model.forward(token_ids, hidden, rows, step)
+    return states, model.logits(states, step)
 
 
 def on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -60,6 +60,8 @@ def _packed_ops() -> Any:
 class Linear:
     """y = x W^T + b, for x [num_rows, in_features]."""
 
+    is_half = False  # whether the weight is kept in float16: see `half_linear`
+
     def __init__(
         self,
         weight: torch.Tensor,

@@ -19,9 +19,20 @@ from foresay.core.worker.linear import Linear
 class PackedLinear(nn.Module):
     """A linear layer for x [..., in_features]."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        linear: type[Linear] = Linear,
+    ) -> None:
+        """`linear` makes the product."""
         super().__init__()
-        self._linear = Linear(weight, bias, weight.dtype, pack=True)
+        self._linear = linear(weight, bias, weight.dtype, pack=True)
+
+    @property
+    def is_half(self) -> bool:
+        """Whether the weight is kept in float16."""
+        return self._linear.is_half
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [..., out_features]."""
@@ -39,8 +50,11 @@ def is_untouched(module: nn.Module) -> bool:
     return not (hooks._forward_hooks or hooks._forward_pre_hooks or "forward" in vars(module))
 
 
-def pack_linears(model: nn.Module) -> Callable[[], None]:
-    """Replace the linear layers of `model`; returns a function that puts the old ones back."""
+def pack_linears(model: nn.Module, linear: type[Linear] = Linear) -> Callable[[], None]:
+    """Replace the linear layers of `model`; returns a function that puts the old ones back.
+
+    `linear` makes their products.
+    """
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     packed: dict[int, PackedLinear] = {}
     for parent in list(model.modules()):
@@ -50,7 +64,7 @@ def pack_linears(model: nn.Module) -> Callable[[], None]:
             if id(child) not in packed:
                 layer: Any = child
                 weight = layer.weight.t() if isinstance(child, Conv1D) else layer.weight
-                packed[id(child)] = PackedLinear(weight.detach(), layer.bias)
+                packed[id(child)] = PackedLinear(weight.detach(), layer.bias, linear)
             setattr(parent, name, packed[id(child)])
             replaced.append((parent, name, child))
 

@@ -26,7 +26,7 @@ from foresay.core.worker.decoder import FastDecoder, Heads
 from foresay.core.worker.half_linear import HalfLinear
 from foresay.core.worker.int8_linear import Int8Linear
 from foresay.core.worker.kv_cache import KVCache, LayerKV
-from foresay.core.worker.linear import Linear
+from foresay.core.worker.linear import Linear, compute_dtype
 from foresay.core.worker.loading import (
     choose_device,
     choose_dtype,
@@ -43,9 +43,9 @@ from foresay.core.worker.sources import find_source
 from foresay.core.worker.suitability import check_class, check_config
 from foresay.core.worker.transformers_model import TransformersDecoder, private_copy
 
-# What makes the products, by `quantization`.
-_LINEARS: dict[str | None, type[Linear]] = {
-    None: Linear,
+# What makes the products, by `quantization`, but for "auto".
+_LINEARS: dict[str, type[Linear]] = {
+    "none": Linear,
     "int8": Int8Linear,
     "float16": HalfLinear,
 }
@@ -58,6 +58,11 @@ class Decoder(Protocol):
     kv_layout: list[LayerKV]
     attention_rules: AttentionRules
     min_rows: int
+
+    @property
+    def is_half(self) -> bool:
+        """Whether any weight of its products is kept in float16 for want of bfloat16."""
+        ...
 
     @property
     def embeddings(self) -> torch.Tensor:
@@ -213,7 +218,7 @@ def load_target(
     tokenizer: Any = None,
     dtype: str = "auto",
     device: str = "auto",
-    quantization: str | None = None,
+    quantization: str = "auto",
     row_invariant: bool = True,
     max_model_len: int | None = None,
     aliases: Mapping[str, ModelAlias] | None = None,
@@ -227,9 +232,10 @@ def load_target(
         nothing in the object is changed. Its weights are shared where they need no packing: do not
         change them in place afterwards.
     tokenizer: a tokenizer, or where to load one from; None: the model's own, if it has one.
-    quantization: "int8" rounds the weights of all products to int8, on a CPU and for foresay's own
-        decoder only; the embeddings, and all that is computed, keep their dtype. "float16" keeps
-        them in float16 where nothing is lost by it.
+    quantization: "float16" keeps the weights of all products in float16 on a CPU, each matrix of
+        which nothing is lost by it. "auto" does so where products are computed in float32, "none"
+        nowhere. "int8" rounds them to int8, on a CPU and for foresay's own decoder only. The
+        embeddings, and all that is computed, keep their dtype.
     row_invariant: compute each row independently of its batch, as far as the kernels allow it.
     max_model_len: what the engine was asked for; it decides longrope's form.
     on_config: is given the model's config before any weight is read, and may raise.
@@ -246,8 +252,7 @@ def load_target(
         _check_quantization(quantization, chosen)
 
         def check(config: Any) -> None:
-            if quantization is not None:
-                _check_is_fast(quantization, FastDecoder.supports(config))
+            _check_is_fast(quantization, FastDecoder.supports(config))
             on_config(config)
 
         found = _from_source(str(model), tokenizer, dtype, chosen, aliases or {}, check)
@@ -340,7 +345,7 @@ def _from_object(model: Any, tokenizer: Any, dtype: str, device: str) -> _Ingred
 
 def _build(
     found: _Ingredients,
-    quantization: str | None,
+    quantization: str,
     row_invariant: bool,
     max_model_len: int | None,
     force_transformers: bool,
@@ -351,6 +356,7 @@ def _build(
     dtype, device = model.dtype, model.device
     reason = "asked for" if force_transformers else _why_not_fast(model)
     _check_is_fast(quantization, reason)
+    linear = _linear_for(quantization, dtype, device)
     decoder: FastDecoder | TransformersDecoder
     if reason is None:
         decoder = FastDecoder(
@@ -358,13 +364,17 @@ def _build(
             device=device,
             dtype=dtype,
             row_invariant=row_invariant,
-            linear=_LINEARS[quantization],
+            linear=linear,
         )
         how = "foresay's own decoder"
     else:
         own = model if found.is_ours else private_copy(model)
         decoder = TransformersDecoder(
-            own, limit=limit, max_model_len=max_model_len, row_invariant=row_invariant
+            own,
+            limit=limit,
+            max_model_len=max_model_len,
+            row_invariant=row_invariant,
+            linear=linear,
         )
         limit = decoder.max_model_len
         how = "transformers' modules"
@@ -375,8 +385,10 @@ def _build(
             f"{num_embeddings} tokens"
         )
     precision = f"{dtype_name(dtype)} on {device}" + (f" ({found.note})" if found.note else "")
-    if quantization is not None:
-        precision += f", {quantization} weights"
+    if quantization == "int8":
+        precision += ", int8 weights"
+    elif decoder.is_half:
+        precision += ", float16 weights"
     return TargetModel(
         config=config,
         vocab_size=decoder.vocab_size,
@@ -397,8 +409,8 @@ def _build(
     )
 
 
-def _check_quantization(quantization: str | None, device: torch.device) -> None:
-    if quantization is None:
+def _check_quantization(quantization: str, device: torch.device) -> None:
+    if quantization in ("auto", "none"):
         return
     if device.type != "cpu":
         raise ConfigError(
@@ -413,12 +425,20 @@ def _check_quantization(quantization: str | None, device: torch.device) -> None:
         )
 
 
-def _check_is_fast(quantization: str | None, reason: str | None) -> None:
-    if quantization is not None and reason is not None:
+def _check_is_fast(quantization: str, reason: str | None) -> None:
+    if quantization == "int8" and reason is not None:
         raise ConfigError(
             f"quantization={quantization!r} needs foresay's own decoder, which does not run this "
             f"model: {reason}"
         )
+
+
+def _linear_for(quantization: str, dtype: torch.dtype, device: torch.device) -> type[Linear]:
+    """Return what makes a model's products."""
+    if quantization != "auto":
+        return _LINEARS[quantization]
+    in_float32 = device.type == "cpu" and compute_dtype(dtype, device) == torch.float32
+    return HalfLinear if in_float32 and half_linear.is_available() else Linear
 
 
 def _why_not_fast(model: Any) -> str | None:

@@ -21,7 +21,7 @@ from foresay.core.proposer import KVRows
 from foresay.core.worker.attention import AttentionMetadata, AttentionRules
 from foresay.core.worker.capture import Capture
 from foresay.core.worker.kv_cache import KVCache
-from foresay.core.worker.linear import compute_dtype
+from foresay.core.worker.linear import Linear, compute_dtype
 from foresay.core.worker.packed_modules import PackedLinear, pack_linears
 from foresay.core.worker.probe import Probe
 from foresay.core.worker.transformers_attention import (
@@ -42,7 +42,8 @@ class TransformersDecoder:
     `model` is changed (its attention, its rope) and must belong to nobody else: see
     `private_copy`. `limit` is the model's own length limit. `max_model_len`, if above longrope's
     original length, chooses longrope's long form; `max_model_len` the attribute is the limit that
-    remains. Raises `ModelError` if the model cannot be run exactly.
+    remains. `linear` makes the products on a CPU. Raises `ModelError` if the model cannot be run
+    exactly.
     """
 
     min_rows = 1
@@ -54,8 +55,10 @@ class TransformersDecoder:
         limit: int | None = None,
         max_model_len: int | None = None,
         row_invariant: bool = True,
+        linear: type[Linear] = Linear,
     ) -> None:
         self._model = model
+        self._linear = linear
         self._text_config = model.config.get_text_config(decoder=True)
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         for config in (model.config, self._text_config):
@@ -91,7 +94,9 @@ class TransformersDecoder:
 
     def _check(self, probe: Probe) -> None:
         """Check the model as it will run: on a CPU with packed weights, if it works with them."""
-        unpack = pack_linears(self._model) if self._model.device.type == "cpu" else None
+        unpack = None
+        if self._model.device.type == "cpu":
+            unpack = pack_linears(self._model, self._linear)
         arguments = (self.kv_layout, self._paged, self.attention_rules, self._model.dtype)
         try:
             probe.check_pieces(*arguments)
@@ -100,6 +105,11 @@ class TransformersDecoder:
                 raise
             unpack()  # the model may read the weights of its layers itself
             probe.check_pieces(*arguments)
+
+    @property
+    def is_half(self) -> bool:
+        """Whether any product's weight is kept in float16."""
+        return any(isinstance(m, PackedLinear) and m.is_half for m in self._model.modules())
 
     @property
     def embeddings(self) -> torch.Tensor:

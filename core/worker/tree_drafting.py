@@ -27,7 +27,7 @@ import torch
 from foresay.core.proposer import Draft, DraftInput, DraftRequest
 from foresay.core.worker.calibration import Calibration
 from foresay.core.worker.draft_tree import DraftTree
-from foresay.core.worker.drafting import DrafterModel, on_device, take_features
+from foresay.core.worker.drafting import DrafterModel, on_device, run_pass, take_features
 
 _MOST_CHILDREN = 8  # of a node that are looked at
 
@@ -145,6 +145,7 @@ class TreeDrafter:
         *,
         hidden: torch.Tensor,
         draft_to_target: torch.Tensor | None = None,
+        last_rows_only: bool = False,
     ) -> Draft:
         """Take the features of a step, then draft a tree of up to k nodes for each request.
 
@@ -152,18 +153,22 @@ class TreeDrafter:
         (see `take_features`): the last takes the token that was committed last. Each node that is
         gone on from has a row behind it, which takes the node's token and what came out of the row
         of its parent. `draft_to_target` [draft_vocab] int64 maps draft ids to the target's.
+        `last_rows_only`: of the features' rows; see `take_features`.
         """
         assert batch.kv is not None
         for request in batch.requests:
             self._learn(request)
-        drafting, states = take_features(batch, model, hidden=hidden, shifted=True)
+        drafting, states = take_features(
+            batch, model, hidden=hidden, shifted=True, last_rows_only=last_rows_only
+        )
         growths = [self._growth(i, batch.requests[i]) for i in drafting]
         nodes = [(growth, -1) for growth in growths]  # those whose rows were computed last
         row_of = {(growth.index, -1): row for row, growth in enumerate(growths)}  # in `states`
-        out, num_passes = states, 0
+        num_passes = 0
+        logits = model.logits(states, 0) if nodes else states
         while True:
             if nodes:
-                self._add_children(batch, nodes, model.logits(out, num_passes), draft_to_target)
+                self._add_children(batch, nodes, logits, draft_to_target)
             chosen = [(growth, growth.expand(num_passes)) for growth in growths]
             chosen = [(growth, numbers) for growth, numbers in chosen if numbers]
             if not chosen:
@@ -180,7 +185,8 @@ class TreeDrafter:
             )
             token_ids = [growth.tree.token_ids[number] for growth, number in nodes]
             num_passes += 1
-            out = model.forward(
+            out, logits = run_pass(
+                model,
                 on_device(token_ids, states.device),
                 states[on_device(above, states.device)],
                 rows,

@@ -21,6 +21,8 @@ from eagle_heads import Head, reference_logits
 
 from foresay import LLM, SamplingParams
 from foresay.core.proposer import Draft, DraftInput
+from foresay.core.worker import decoder_layer
+from foresay.core.worker.drafter_kv import StepRows
 from foresay.core.worker.drafting import draft
 from foresay.core.worker.tree_drafting import TreeDrafter
 
@@ -276,6 +278,58 @@ def test_every_draft_step_equals_the_reference(name: str, tmp_path: Path, record
             for ids, logits in kept:
                 best = [int(row.argmax()) for row in logits]
                 assert ids == [i + int(offsets[i]) for i in best]
+
+
+@pytest.fixture
+def stored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows were stored, each time that this alone was done with them."""
+    found: list[int] = []
+    store = StepRows.store
+
+    def noted(self: StepRows, *arguments: Any) -> None:
+        found.append(len(self.positions))
+        store(self, *arguments)
+
+    monkeypatch.setattr(StepRows, "store", noted)
+    return found
+
+
+LONG_PROMPTS = [[(7 * i + j) % 160 for i in range(length)] for j, length in enumerate((45, 2, 85))]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_drafts_are_those_of_a_layer_that_all_rows_went_through(
+    name: str, tmp_path: Path, record: Record, stored: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = FORMS[name]
+    head = form.make()
+    folder = str(head.renamed(*form.names).save(tmp_path / "head", form.kind))
+    drafts = []
+    for few in (1, 1000):
+        stored.clear()
+        record.drafts.clear()
+        monkeypatch.setattr(decoder_layer, "_FEW_OTHERS", few)
+        generate(llama(), LONG_PROMPTS, params(3), drafter=folder, chunked_prefill_size=50)
+        assert bool(stored) == (few == 1)
+        drafts.append(dict(record.drafts))
+    assert drafts[0].keys() == drafts[1].keys()
+    for history, kept in drafts[0].items():
+        for (ids, logits), (wanted_ids, wanted) in zip(kept, drafts[1][history], strict=True):
+            assert ids == wanted_ids
+            torch.testing.assert_close(torch.stack(logits), torch.stack(wanted))
+
+
+@pytest.mark.parametrize("make", [eagle_of_its_authors, eagle3_of_its_authors], ids=["1", "3"])
+def test_of_long_prompts_only_keys_and_values_are_stored_and_drafts_equal_the_reference(
+    make: Callable[[], Head], tmp_path: Path, record: Record, stored: list[int]
+) -> None:
+    head = make()
+    folder = str(head.save(tmp_path))
+    texts, _ = generate(llama(), LONG_PROMPTS, drafter=folder, chunked_prefill_size=50)
+    # 45, 2 and 50; then what is left of the last, beside a row or more of each of the others.
+    assert (len(stored), stored[0]) == (2, 97)
+    assert check_against_reference(record, head, llama(), every=2) > 15
+    assert texts == generate(llama(), LONG_PROMPTS, proposer=None)[0]
 
 
 def test_a_target_that_transformers_runs(tmp_path: Path, record: Record) -> None:
@@ -589,6 +643,19 @@ def trees(monkeypatch: pytest.MonkeyPatch) -> Trees:
 
 def greedy(max_tokens: int) -> list[SamplingParams]:
     return [SamplingParams(temperature=0.0, max_tokens=max_tokens) for _ in PROMPTS]
+
+
+@pytest.mark.parametrize("make", [eagle_of_its_authors, eagle3_of_its_authors], ids=["1", "3"])
+def test_trees_behind_long_prompts_have_the_probabilities_of_their_paths(
+    make: Callable[[], Head], tmp_path: Path, trees: Trees, stored: list[int]
+) -> None:
+    head = make()
+    generate(
+        llama(), LONG_PROMPTS, greedy(6), tree=True, drafter=str(head.save(tmp_path)),
+        chunked_prefill_size=50, num_speculative_tokens=24,
+    )  # fmt: skip
+    assert (len(stored), stored[0]) == (2, 97)
+    assert trees.check(head, llama(), every=3) > 15
 
 
 @pytest.mark.parametrize("name", FORMS)

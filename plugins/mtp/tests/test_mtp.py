@@ -28,6 +28,7 @@ from foresay import LLM, SamplingParams
 from foresay.core.errors import ConfigError
 from foresay.core.plugins import PluginManager
 from foresay.core.proposer import Draft, DraftInput
+from foresay.core.worker.drafter_kv import StepRows
 from foresay.core.worker.drafting import TokenPicker
 from foresay.core.worker.tree_drafting import TreeDrafter
 
@@ -149,6 +150,32 @@ def test_each_draft_step_is_the_references_and_texts_are_plain_decodings(
     assert not stats.faults
     assert all(steps.num_of(number) >= 5 for number in range(4))
     steps.check(Reference(target(kind), layout, tensors, count))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_of_long_prompts_a_single_module_only_stores_keys_and_values(
+    tmp_path: Path, steps: Steps, monkeypatch: pytest.MonkeyPatch, layout: str, count: int
+) -> None:
+    """And drafts what the reference does: prompts of several lengths, one in chunks."""
+    stored: list[int] = []
+    store = StepRows.store
+
+    def noted(self: StepRows, *arguments: Any) -> None:
+        stored.append(len(self.positions))
+        store(self, *arguments)
+
+    monkeypatch.setattr(StepRows, "store", noted)
+    folder, tensors = in_target(tmp_path, "qwen3", layout, count)
+    lengths = (45, 2, 85)
+    asked, how = prompts(5, lengths), params(3, max_tokens=6)
+
+    generate(folder, asked, how, proposer="mtp", chunked_prefill_size=50)
+
+    # 45, 2 and 50; then what is left of the last, beside a row or more of each of the others.
+    assert (len(stored), stored[:1]) == ((2, [97]) if count == 1 else (0, []))
+    assert all(steps.num_of(number) >= 3 for number in range(4))
+    steps.check(Reference(target("qwen3"), layout, tensors, count))
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -61,6 +61,7 @@ class _Head:
             window=layout.window,
             row_invariant=False,
             linear=linear,
+            kv_apart=True,
         )
         self.mlp = MLP(weights.mlp, dtype, device, row_invariant=False, linear=linear)
         self.norms = {
@@ -70,10 +71,16 @@ class _Head:
         self.rotary = RotaryTable(_rotary(layout).to(device), dtype, device)
         self.rotary.reserve(target.max_model_len)
 
-    def _layer(self, x: torch.Tensor, residual: torch.Tensor, rows: KVRows) -> torch.Tensor:
+    def _layer(
+        self, x: torch.Tensor, residual: torch.Tensor, rows: KVRows, step: int
+    ) -> torch.Tensor:
+        """Run the layer; at step 0, of features, return the rows `rows.last_rows` alone."""
         cos, sin = self.rotary.rows(rows.positions)
-        attend: Attend = functools.partial(rows.attend, 0)
-        residual = self.attention(x, residual, cos, sin, attend)
+        if step == 0:
+            residual = self.attention.last_rows(x, residual, cos, sin, rows, 0)
+        else:
+            attend: Attend = functools.partial(rows.attend, 0)
+            residual = self.attention(x, residual, cos, sin, attend)
         return self.mlp(self.norms["post_attention_layernorm"](residual), residual)
 
 
@@ -85,12 +92,15 @@ class EagleHead(_Head):
         token_ids: torch.Tensor,  # [num_rows]
         hidden: torch.Tensor | None,  # [num_rows, hidden_size]
         rows: KVRows,
-        step: int,  # noqa: ARG002  # all steps are alike
+        step: int,
     ) -> torch.Tensor:
-        """Return what the lm_head and the next step take; [num_rows, hidden_size]."""
+        """Return what the lm_head and the next step take; [num_rows, hidden_size].
+
+        At step 0 of the rows `rows.last_rows` alone.
+        """
         assert hidden is not None
         x = self.fc(torch.cat([F.embedding(token_ids, self.embeddings), hidden], dim=-1))
-        return self._layer(x, x, rows)
+        return self._layer(x, x, rows, step)
 
     def logits(self, hidden: torch.Tensor, step: int) -> torch.Tensor:  # noqa: ARG002
         """Return logits [n, draft_vocab]."""
@@ -108,14 +118,17 @@ class Eagle3Head(_Head):
         rows: KVRows,
         step: int,
     ) -> torch.Tensor:
-        """Return what the next step takes; the lm_head takes it normed; [num_rows, hidden_size]."""
+        """Return what the next step takes; the lm_head takes it normed; [num_rows, hidden_size].
+
+        At step 0 of the rows `rows.last_rows` alone.
+        """
         assert hidden is not None
         if step == 0:
             hidden = self._joined(hidden)
         normed = self.norms["hidden_norm"](hidden)
         embedded = self.norms["input_layernorm"](F.embedding(token_ids, self.embeddings))
         residual = normed if self.layout.norm_before_residual else hidden
-        out = self._layer(torch.cat([embedded, normed], dim=-1), residual, rows)
+        out = self._layer(torch.cat([embedded, normed], dim=-1), residual, rows, step)
         return self.norms["norm"](out) if self.layout.norm_output else out
 
     def logits(self, hidden: torch.Tensor, step: int) -> torch.Tensor:  # noqa: ARG002

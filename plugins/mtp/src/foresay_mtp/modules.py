@@ -40,6 +40,8 @@ class Module:
         dtype: torch.dtype,
         device: torch.device,
         linear: type[Linear],
+        *,
+        kv_apart: bool,  # see `decoder.SelfAttention`
     ) -> None:
         self._embeddings = embeddings
         self._embedding_norm = RMSNorm(weights.embedding_norm.to(device, dtype), shape.eps)
@@ -52,6 +54,7 @@ class Module:
             dtype=dtype,
             device=device,
             linear=linear,
+            kv_apart=kv_apart,
         )
         self._output_norm = RMSNorm(weights.output_norm.to(device, dtype), shape.eps)
         self._hidden_first = layout.family.hidden_first
@@ -61,19 +64,27 @@ class Module:
         self,
         token_ids: torch.Tensor,  # [num_rows]
         hidden: torch.Tensor,  # [num_rows, hidden_size], after a norm
-        positions: torch.Tensor,  # [num_rows]
         cos: torch.Tensor,
         sin: torch.Tensor,
-        attend: Attend,
+        rows: KVRows,
+        layer: int,
+        *,
+        last_rows_only: bool,
     ) -> torch.Tensor:
-        """Return what the head takes, and the next module: after the norm, [num_rows, H]."""
+        """Return what the head takes, and the next module: after the norm, [num_rows, H].
+
+        With `last_rows_only` of the rows `rows.last_rows` alone. `layer`: its KV layer.
+        """
         embedded = F.embedding(token_ids, self._embeddings)
         if self._zeroes_first_embedding:
-            embedded = embedded.masked_fill((positions == 0)[:, None], 0.0)
+            embedded = embedded.masked_fill((rows.positions == 0)[:, None], 0.0)
         parts = [self._embedding_norm(embedded), self._hidden_norm(hidden)]
         if self._hidden_first:
             parts.reverse()
         x = self._projection(torch.cat(parts, dim=-1))
+        if last_rows_only:
+            return self._output_norm(self._block.last_rows(x, cos, sin, rows, layer))
+        attend: Attend = functools.partial(rows.attend, layer)
         return self._output_norm(self._block(x, cos, sin, attend))
 
 
@@ -86,8 +97,18 @@ class Modules:
         """Fit modules to a target. Raises `ModelError` if they do not."""
         dtype, device = target.dtype, target.device
         linear = drafter_linear(target)
+        self.is_single = len(weights.modules) == 1
         self._modules = [
-            Module(each, layout, shape, _embeddings(layout, each, target), dtype, device, linear)
+            Module(
+                each,
+                layout,
+                shape,
+                _embeddings(layout, each, target),
+                dtype,
+                device,
+                linear,
+                kv_apart=self.is_single,
+            )
             for each in weights.modules
         ]
         self._heads = _heads(layout, weights, target)
@@ -103,12 +124,17 @@ class Modules:
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor | None, rows: KVRows, step: int
     ) -> torch.Tensor:
-        """Run rows through a step's module; return [num_rows, hidden_size]."""
+        """Run rows through a step's module; return [num_rows, hidden_size].
+
+        A single module returns, at step 0, the rows `rows.last_rows` alone.
+        """
         assert hidden is not None
         module = self._number(step)
         cos, sin = self._rotary.rows(rows.positions)
-        attend: Attend = functools.partial(rows.attend, module)
-        return self._modules[module].forward(token_ids, hidden, rows.positions, cos, sin, attend)
+        last_rows_only = self.is_single and step == 0
+        return self._modules[module].forward(
+            token_ids, hidden, cos, sin, rows, module, last_rows_only=last_rows_only
+        )
 
     def logits(self, hidden: torch.Tensor, step: int) -> torch.Tensor:
         """Return logits [n, draft_vocab] of what a step's module returned for n rows."""
