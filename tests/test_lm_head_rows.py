@@ -69,7 +69,7 @@ def test_rows_of_transformers_modules_are_the_heads_own_packed_or_not(
     name: str, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not packed:
-        monkeypatch.setattr(transformers_model, "pack_linears", lambda _model, _linear: lambda: None)
+        monkeypatch.setattr(transformers_model, "pack_linears", lambda *_: lambda: None)
     target = load_target(MODELS[name](), force_transformers=True)
     assert not target.is_fast
     assert isinstance(target.lm_head, PackedLinear) == packed
