@@ -263,12 +263,12 @@ class EngineConfig(_Frozen):
     quantization: Literal["auto", "none", "int8", "float16"] = Field(
         default="auto",
         description="How weights are kept on a CPU. 'float16': those of bfloat16 and float16 "
-        "checkpoints in float16, of which nothing is lost, and computed with in float32: the same "
-        "model, read in half the time; others as they are. 'auto': so where products are computed "
-        "in float32. 'none': as they are. 'int8', for the families of foresay's own decoder: "
-        "rounded to int8 with one scale for each output. Another model by a little, and a smaller "
-        "one; faster yet where there are integer instructions. Speculation is as exact on it as on "
-        "any.",
+        "checkpoints in float16, to every digit that counts, and computed with in float32: the "
+        "same model, read in half the time; others as they are. 'auto': so where products are "
+        "computed in float32. 'none': as they are. 'int8', for the families of foresay's own "
+        "decoder: rounded to int8 with one scale for each output. Another model by a little, and a "
+        "smaller one; faster yet where there are integer instructions. Speculation is as exact on "
+        "it as on any.",
     )
 
     @field_validator("quantization", mode="before")

@@ -342,7 +342,9 @@ class Proposer(Protocol):
           captured as CUDA graphs: draft as `propose` does for this batch, which is nobody's and is
           released. Whoever has it says that all passes behind the first of a draft, as
           `foresay.core.worker.drafting` and `tree_drafting` make them, are alike: whatever the
-          step, the model given there does the same, and reads no number back to the host.
+          step, the model given there does the same, returns rows of the shape and dtype that it
+          takes, and attends with as many heads in all layers; it reads no number back to the host,
+          and makes no table longer, nor puts another tensor in the place of one, once it is loaded.
       `release(req_id: str) -> None`       the request ended or was preempted: forget it.
     """
 

@@ -177,8 +177,36 @@ def _sizes(histories: Any, counts: Sequence[tuple[int, int]]) -> list[tuple[int,
         asks = [Ask(str(i), [i] * num_tokens, 2) for i in range(num_requests)]
         drafts = histories.drafts([ask.request() for ask in asks])
         assert drafts == [[i, i] for i in range(num_requests)]
-        sizes.append(tuple(histories._history.shape))
+        sizes.append(tuple(histories._store.tokens.shape))
     return sizes
+
+
+def drafts_around_an_interruption(num_kept: int) -> list[list[int]]:
+    """What is drafted when a move was interrupted after so many histories, and asked for again."""
+    lookup: Any = import_module("foresay_ngram.triton_lookup")
+    histories = lookup.HistoryLookup(torch.device("cpu"), 1, 5)
+    few, many = ([Ask(str(i), [i] * 9, 2).request() for i in range(n)] for n in (3, 70))
+    histories.drafts(few)
+    held, num_made = lookup._Held, 0
+
+    def interrupted(*fields: int) -> Any:
+        nonlocal num_made
+        num_made += 1
+        if num_made > num_kept:
+            raise KeyboardInterrupt
+        return held(*fields)
+
+    lookup._Held = interrupted
+    try:
+        histories.drafts(many)
+    except KeyboardInterrupt:
+        pass
+    else:
+        raise AssertionError("it was not interrupted")
+    finally:
+        lookup._Held = held
+    drafts: list[list[int]] = histories.drafts(many)
+    return drafts
 
 
 def load_with_wrong_kernels() -> None:

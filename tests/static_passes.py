@@ -144,6 +144,25 @@ def eager(
 
 
 @torch.inference_mode()
+def rightness() -> list[bool]:
+    """Whether a pass finds right what launches it, what does nothing, and what errs a little."""
+    module: Any = import_module("foresay.core.worker.triton_graphs")
+    target = load_target(tiny_models.llama(num_hidden_layers=1))
+    with kernels_on_cpu():
+        forward = module.StaticForward(target, new_cache(target), module.Extent(2, 4, 48), 4)
+        found = [forward.is_right()]
+        forward.launch = lambda: None
+        found.append(forward.is_right())
+
+        def errs() -> None:
+            forward.work()
+            forward.outputs.logits[0, 5] += forward.outputs.logits.abs().max() / 10
+
+        forward.launch = errs
+        return [*found, forward.is_right()]
+
+
+@torch.inference_mode()
 def compare(
     family: str,
     model: dict[str, Any],
@@ -258,6 +277,7 @@ def engine_texts(
                 **settings,
             ) as llm,
         ):
+            captured.num_replays[:] = [0] * len(captured.num_replays)  # they were tried
             params = SamplingParams(temperature=0, max_tokens=num_tokens)
             results = llm.generate(list(prompts), params)
             outputs = [list(result.outputs[0].token_ids) for result in results]

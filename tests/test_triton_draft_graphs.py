@@ -286,13 +286,15 @@ def test_the_host_writes_where_nothing_is_on_its_way(monkeypatch: pytest.MonkeyP
             Event.made += 1
             self.name = f"{Event.made}"
 
-        def record(self) -> None:
+        def record(self, stream: torch.device) -> None:
+            assert stream == inputs.on_device.device
             log.append(f"sent {self.name}")
 
         def synchronize(self) -> None:
             log.append(f"waits for {self.name}")
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
     inputs = StaticInputs(torch.device("cpu"), 4, 4, num_hosts=2)
     inputs.is_gpu = True
     arrays = []

@@ -21,7 +21,7 @@ from foresay.core.worker.target import TargetModel, load_target
 if not HAS_TRITON:
     pytest.skip("there is no triton", allow_module_level=True)
 
-from static_passes import SMALL, Rows, compare, engine_texts, make_batch
+from static_passes import SMALL, Rows, compare, engine_texts, make_batch, rightness
 
 from foresay.core.worker import triton_capture, triton_static
 from foresay.core.worker import triton_graphs as graphs
@@ -251,6 +251,29 @@ def test_a_layer_that_the_kernels_do_not_serve_is_not_captured(
     with caplog.at_level(logging.WARNING, "foresay"):
         assert capture_graphs(target(), new_cache(), Extent(3, 8, 40), capturing=capturing) is None
     assert "Triton kernels do not serve this model's layers" in caplog.text
+
+
+def test_a_graph_is_right_if_it_computes_what_the_pass_does() -> None:
+    assert interpreted(rightness) == [True, False, False]
+
+
+def test_a_graph_that_does_something_else_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried: list[int] = []
+
+    def is_right(forward: StaticForward) -> bool:
+        tried.append(forward.num_rows)
+        return forward.num_rows != 2
+
+    monkeypatch.setattr(StaticForward, "is_right", is_right)
+    monkeypatch.setattr(triton_capture, "in_cuda", lambda device: lambda work: work)
+    with caplog.at_level(logging.WARNING, "foresay"):
+        assert capture_graphs(target(), new_cache(), Extent(3, 8, 40)) is None
+    assert tried == [8, 4, 2]
+    assert [record.message for record in caplog.records] == [
+        "no CUDA graphs: EngineError: a graph of 2 rows does not do what it was captured of"
+    ]
 
 
 def test_the_memory_of_graphs_is_what_the_two_largest_take(

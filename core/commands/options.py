@@ -71,7 +71,7 @@ Quantization = Annotated[
     typer.Option(
         "--quantization",
         help="How a CPU keeps weights: 'int8', rounded to it; 'float16', where nothing is lost by "
-        "it; 'none', as they are; 'auto': 'float16' where it computes in float32.",
+        "it that counts; 'none', as they are; 'auto': 'float16' where it computes in float32.",
     ),
 ]
 DrafterQuantization = Annotated[

@@ -45,7 +45,7 @@ class FeatureFeed:
         self._null_slot = len(self._free) * self._region_size
         self._layers = []
         for layer in needs.kv_layers:
-            kv = LayerKV(layer.num_kv_heads, layer.head_dim, layer.value_dim or layer.head_dim)
+            kv = LayerKV.of(layer)
             slots = torch.zeros(self._null_slot + 1, kv.width, dtype=target.dtype)
             self._layers.append(LayerCache(kv, slots.to(target.device)))
         self._step = _Step(None, [])

@@ -101,11 +101,7 @@ def build_runner(
         _build_member(choice, view(needs), needs, k, config)
         for choice, needs, k in zip(choices, each_needs, nums_draft_tokens, strict=True)
     ]
-    proposer_layout = [
-        LayerKV(layer.num_kv_heads, layer.head_dim, layer.value_dim or layer.head_dim)
-        for member in members
-        for layer in member.needs.kv_layers
-    ]
+    proposer_layout = [LayerKV.of(layer) for member in members for layer in member.needs.kv_layers]
     is_gpu = target.device.type == "cuda"
     most_draft_tokens = max(nums_draft_tokens, default=0)
     graphs = _graphs_module("triton_graphs", target, config) if target.is_fast else None

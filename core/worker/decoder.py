@@ -95,16 +95,21 @@ class FastDecoder:
         )
         # Kernels pad a single row; to do that once per step is cheaper than in every operation.
         padded = self.attention_rules.padded_query_len(1)
-        self.min_rows = padded if padded <= _FEW_ROWS else self.lm_head.min_rows
+        self.min_rows = padded
+        if padded > _FEW_ROWS:
+            self.min_rows = max(linear.min_rows for linear in self._linears())
 
     @property
     def is_half(self) -> bool:
         """Whether any product's weight is kept in float16."""
-        linears = [self.lm_head]
+        return any(linear.is_half for linear in self._linears())
+
+    def _linears(self) -> list[Linear]:
+        found = [self.lm_head]
         for layer in self.layers:
             attention, mlp = layer.attention, layer.mlp
-            linears += [attention.qkv, attention.out, mlp.gate_up, mlp.down]
-        return any(linear.is_half for linear in linears)
+            found += [attention.qkv, attention.out, mlp.gate_up, mlp.down]
+        return found
 
     def lm_head_rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output head's weight and bias for token ids; see `TargetView`."""

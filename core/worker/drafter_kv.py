@@ -308,7 +308,7 @@ class PrivateKV:
     ) -> None:
         """Make room for `num_tokens` positions of all requests together, rounded up to blocks."""
         self._cache = KVCache(
-            [LayerKV(kv.num_kv_heads, kv.head_dim, kv.value_dim or kv.head_dim) for kv in layers],
+            [LayerKV.of(layer) for layer in layers],
             -(-num_tokens // _BLOCK_SIZE),
             _BLOCK_SIZE,
             dtype,

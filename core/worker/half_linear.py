@@ -56,7 +56,7 @@ def scale_for(weight: torch.Tensor) -> float | None:
 
 
 class HalfLinear(Linear):
-    """y = x W^T + b with a weight that is kept in float16 if nothing is lost by it.
+    """y = x W^T + b with a weight that is kept in float16 if `scale_for` has a scale for it.
 
     It stands in for a `Linear`, and always has row invariance.
     """

@@ -2,7 +2,8 @@
 
 A block holds `block_size` slots; slot = block_id * block_size + offset. Besides the pool that the
 scheduler hands out there are two blocks it never sees: the *null* block is never written and stays
-zero (padding reads it), the *scratch* block is never read (padding rows write to it).
+zero (padding reads it), the *scratch* block is where rows are stored of which nothing is kept:
+padding, and what is run to try or to capture a pass.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from foresay.core.errors import ConfigError
+from foresay.core.proposer import KVLayer
 from foresay.core.worker.dense_kv import DenseCopies, DensePlan, SlotStamps
 
 # Bytes of a number in a dense copy, at most: narrower ones may be computed with in float32.
@@ -28,6 +30,11 @@ class LayerKV:
     num_kv_heads: int
     head_dim: int  # of the keys
     value_dim: int  # of the values; differs from head_dim in some models
+
+    @staticmethod
+    def of(layer: KVLayer) -> LayerKV:
+        """Return what a layer stores that a proposer declared."""
+        return LayerKV(layer.num_kv_heads, layer.head_dim, layer.value_dim or layer.head_dim)
 
     @property
     def width(self) -> int:

@@ -233,9 +233,9 @@ def load_target(
         change them in place afterwards.
     tokenizer: a tokenizer, or where to load one from; None: the model's own, if it has one.
     quantization: "float16" keeps the weights of all products in float16 on a CPU, each matrix of
-        which nothing is lost by it. "auto" does so where products are computed in float32, "none"
-        nowhere. "int8" rounds them to int8, on a CPU and for foresay's own decoder only. The
-        embeddings, and all that is computed, keep their dtype.
+        which no digit is lost by it that counts (`half_linear`). "auto" does so where products are
+        computed in float32, "none" nowhere. "int8" rounds them to int8, on a CPU and for foresay's
+        own decoder only. The embeddings, and all that is computed, keep their dtype.
     row_invariant: compute each row independently of its batch, as far as the kernels allow it.
     max_model_len: what the engine was asked for; it decides longrope's form.
     on_config: is given the model's config before any weight is read, and may raise.

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from foresay.core.errors import one_line
+from foresay.core.errors import EngineError, one_line
 from foresay.core.worker.memory import free_memory
 
 logger = logging.getLogger("foresay")
@@ -32,6 +32,10 @@ class StaticWork(Protocol):
 
     def work(self) -> None:
         """Run the pass: reads and writes static memory only."""
+        ...
+
+    def is_right(self) -> bool:
+        """Whether `launch` does for a row what `work` does: both are run."""
         ...
 
 
@@ -52,14 +56,17 @@ def capture_buckets(
     make: given a number of rows and the largest bucket's pass, whose buffers serve all, or None,
     returns a pass. of: whose passes they are, for messages. capturing: None for CUDA's. num_graphs:
     of the largest buckets only; None: all. Returns None after a warning if something cannot be
-    captured.
+    captured, or a CUDA graph does something else when it is replayed.
     """
     made: list[Work] = []
+    is_tried = capturing is None
     try:
         capturing = capturing or in_cuda(device)
         for num_rows in buckets[::-1][:num_graphs]:
             work = make(num_rows, made[0] if made else None)
             work.launch = capturing(work.work)
+            if is_tried and not work.is_right():
+                raise EngineError(f"a graph of {num_rows} rows does not do what it was captured of")
             made.append(work)
     except Exception as error:  # noqa: BLE001  # whatever a driver or a library may raise
         warn(of, error)

@@ -33,7 +33,7 @@ from foresay.core.worker.triton_capture import (
     memory_of_buckets,
     warn,
 )
-from foresay.core.worker.triton_static import AttentionShape, Extent, StaticRows
+from foresay.core.worker.triton_static import AttentionShape, Extent, StaticRows, agree, one_row
 
 _NUM_HOSTS = 2  # the host lays out a pass while the device runs the one before
 
@@ -108,6 +108,20 @@ class StaticPass:
             self._states[:num_rows].copy_(hidden)
         self.launch()
         return self._states[:num_rows], self._logits[:num_rows]
+
+    def is_right(self) -> bool:
+        """Whether `launch` computes for a row what `work` does. Slot 0 is still nobody's."""
+        self.rows.put(one_row())
+        self._token_ids[:1] = 1
+        logits, found = self._logits[:1], []
+        for run in (self.work, self.launch):
+            self._states[:1] = 0
+            logits.zero_()
+            run()
+            found.append(logits.clone())
+        for layer in self._layers:
+            layer.slots[0] = 0
+        return agree(*found)
 
     def work(self) -> None:
         """Run the pass over whatever the buffers hold: reads and writes static memory only."""
@@ -247,6 +261,8 @@ def capture_draft_graphs(
             member, layers, cache, vocab_size=target.vocab_size, hidden_size=target.hidden_size
         )
         if later is None:
+            if member.dummy_run is not None and member.num_speculative_tokens > 1:
+                raise EngineError("its dummy_run made no pass behind the first")
             return None
         shape = _shape_of(later, layers)
     except Exception as error:  # noqa: BLE001  # whatever a plugin or a driver may raise
@@ -276,10 +292,7 @@ def memory_of_draft_graphs(
     """
     if member.dummy_run is None:
         return None
-    layout = [
-        LayerKV(layer.num_kv_heads, layer.head_dim, layer.value_dim or layer.head_dim)
-        for layer in member.needs.kv_layers
-    ]
+    layout = [LayerKV.of(layer) for layer in member.needs.kv_layers]
     cache = KVCache(target.kv_layout, 1, 1, target.dtype, target.device, layout)
 
     def capture(num_graphs: int) -> DraftGraphs | None:

@@ -23,8 +23,10 @@ from foresay.core.worker.kv_cache import KVCache
 from foresay.core.worker.row_places import RowPlaces
 from foresay.core.worker.target import TargetModel
 from foresay.core.worker.triton_capture import Capturing, capture_buckets, memory_of_buckets
-from foresay.core.worker.triton_static import AttentionShape, StaticRows
+from foresay.core.worker.triton_static import AttentionShape, StaticRows, agree, one_row
 from foresay.core.worker.triton_static import Extent as Extent
+
+_SOME_TOKEN = 1  # 0 may be one for padding, whose embedding is zero
 
 
 class _Outputs:
@@ -112,6 +114,18 @@ class StaticForward:
             for layer in capture.layers:
                 capture.put_stream(layer, outputs.streams[layer][:num_rows].clone())
         return outputs.logits[:num_rows]
+
+    def is_right(self) -> bool:
+        """Whether `launch` computes for a row what `work` does. Slot 0 is still nobody's."""
+        self.rows.put(one_row(), [_SOME_TOKEN])
+        logits, found = self.outputs.logits[:1], []
+        for run in (self.work, self.launch):
+            logits.zero_()
+            run()
+            found.append(logits.clone())
+        for layer in self._cache.layers:
+            layer.slots[0] = 0
+        return agree(*found)
 
     def work(self) -> None:
         """Run the pass over whatever the buffers hold: reads and writes static memory only."""

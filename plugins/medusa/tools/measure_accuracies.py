@@ -36,9 +36,15 @@ def main() -> None:
     given = parser.parse_args()
     replies = [reply for reply in read_replies(given.replies) if len(reply.reply_ids) > 1]
     plugins = PluginManager.load()
-    with LLM(given.model, None, dtype=given.dtype, plugins=plugins) as llm:
+    with LLM(given.model, None, dtype=given.dtype, quantization="none", plugins=plugins) as llm:
         states = llm.hidden_states([reply.token_ids for reply in replies], [-1])
-    target = load_target(given.model, dtype=given.dtype, device="cpu", aliases=plugins.models)
+    target = load_target(
+        given.model,
+        dtype=given.dtype,
+        device="cpu",
+        quantization="none",
+        aliases=plugins.models,
+    )
     layout = read_layout(str(given.drafter))
     view = target.view(max(map(len, replies)), embeddings=False, lm_head=True)
     weights = read_weights(layout, hidden_size=view.hidden_size, vocab_size=view.vocab_size)

@@ -150,6 +150,13 @@ def test_the_histories_tensor_grows_and_shrinks_with_what_is_held() -> None:
     ]
 
 
+@needs_triton
+@pytest.mark.parametrize("num_kept", [0, 2, 3, 10])  # in the move, at its end, behind it
+def test_an_interruption_mixes_up_no_histories(num_kept: int) -> None:
+    drafts = interpreted(ngram_lookups.drafts_around_an_interruption, num_kept)
+    assert drafts == [[i, i] for i in range(70)]
+
+
 # --- who takes it
 
 
@@ -178,7 +185,7 @@ class FakeLookup:
 def with_fake(monkeypatch: pytest.MonkeyPatch, lookup: str, least: int) -> Any:
     """A proposer of chains on a GPU that is none, and its lookup there."""
     fake = FakeLookup()
-    module = SimpleNamespace(tried_lookup=lambda *arguments: fake)
+    module = SimpleNamespace(tried_lookup=lambda *arguments: fake, LONGEST_HISTORY=4)
     monkeypatch.setitem(sys.modules, LOOKUP, module)  # type: ignore[arg-type]
     monkeypatch.setattr(proposer_module, "_LEAST_ON_DEVICE", least)
     proposer = NgramProposer(NgramConfig(tree=False, lookup=lookup))
@@ -217,6 +224,13 @@ def test_requests_with_a_prediction_and_those_that_want_no_draft_are_left_to_the
     assert propose(proposer, predicted, A, Ask("z", [1, 1], 0)) == [[6, 8], [7, 7], []]
     assert propose(proposer, predicted) == [[6, 8]]
     assert fake.asked == [["a"]]
+
+
+def test_what_grows_too_long_is_left_to_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    proposer, fake = with_fake(monkeypatch, "triton", 1)
+    assert propose(proposer, Ask("a", [1, 2, 1, 2], 2), B) == [[7, 7], [7, 7]]
+    assert propose(proposer, Ask("a", [1, 2, 1, 2, 1], 2), B) == [[2, 1], [7, 7]]
+    assert fake.asked == [["a", "b"], ["b"]]
 
 
 def test_with_auto_what_fails_on_the_device_is_found_by_the_index(

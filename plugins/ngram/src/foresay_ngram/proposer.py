@@ -77,6 +77,7 @@ class NgramProposer:
         self._config = config
         self._states: dict[str, _State] = {}
         self._device_lookup: HistoryLookup | None = None
+        self._longest_history = 0  # that is looked up there
 
     def load(self, target: TargetView) -> None:
         """Have the kernels ready, if the settings and the target's device ask for them.
@@ -89,6 +90,7 @@ class NgramProposer:
             return
         try:
             module = importlib.import_module("foresay_ngram.triton_lookup")
+            self._longest_history = module.LONGEST_HISTORY
             self._device_lookup = module.tried_lookup(
                 device, config.prompt_lookup_min, config.prompt_lookup_max
             )
@@ -126,7 +128,13 @@ class NgramProposer:
         lookup, must = self._device_lookup, self._config.lookup == "triton"
         if lookup is None:
             return found
-        served = [i for i, r in enumerate(requests) if r.k and not len(r.prediction_ids)]
+        served = [
+            i
+            for i, request in enumerate(requests)
+            if request.k
+            and not len(request.prediction_ids)
+            and len(request.token_ids) <= self._longest_history
+        ]
         if len(served) < _LEAST_ON_DEVICE and not must:
             served = [i for i in served if requests[i].req_id in lookup]
         if not served:

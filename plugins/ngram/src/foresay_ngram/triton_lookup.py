@@ -36,6 +36,9 @@ _SHORTEST_WIDTH = 1024
 _WASTE = 4  # so many times what is needed is given back
 
 
+LONGEST_HISTORY = 32768  # tokens; a thousand rows of it are 128 MiB
+
+
 @dataclass(slots=True)
 class _Held:
     """A request's history on the device."""
@@ -44,12 +47,22 @@ class _Held:
     num_tokens: int = 0
 
 
+@dataclass(slots=True)
+class _Store:
+    """All histories. What moves them makes another one: an interruption leaves one of the two."""
+
+    tokens: torch.Tensor  # [rows, width] int32
+    held: dict[str, _Held]
+    free: list[int]  # rows; the last is taken first. One may get lost, and comes back with a move.
+
+
 class HistoryLookup:
     """Histories on a device, and the search in them.
 
     A history is kept per `req_id` from the first step that asks for a draft until `release`, and
     catches up whenever a draft is wanted. Memory: 4 bytes a token, for as many histories as are
-    held, all as long as the longest, both rounded up to a power of two.
+    held, all as long as the longest, both rounded up to a power of two; and of the new and the old
+    while it grows. None may be longer than `LONGEST_HISTORY`.
     """
 
     def __init__(
@@ -66,21 +79,19 @@ class HistoryLookup:
         self._longest = longest
         self._block = block
         self._num_programs = _programs_of(device)
-        self._held: dict[str, _Held] = {}
-        self._history = self._new_history(_FEWEST_ROWS, _SHORTEST_WIDTH)
-        self._free = list(range(_FEWEST_ROWS))[::-1]  # rows; the last is taken first
+        self._store = self._new_store(_FEWEST_ROWS, _SHORTEST_WIDTH)
         self._has_released = False  # since the size was looked at
 
     def __contains__(self, req_id: str) -> bool:
         """Whether a request's history is held."""
-        return req_id in self._held
+        return req_id in self._store.held
 
     def release(self, req_id: str) -> None:
         """Forget a request."""
-        held = self._held.pop(req_id, None)
+        held = self._store.held.pop(req_id, None)
         if held is not None:
-            self._free.append(held.row)
             self._has_released = True
+            self._store.free.append(held.row)
 
     def drafts(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         """Return the `request.k` tokens that followed each history's match; none if there is none.
@@ -88,9 +99,9 @@ class HistoryLookup:
         Predictions are not looked at. Where this raises, the same may be asked again.
         """
         sizes = [len(request.token_ids) for request in requests]
-        num_new_rows = sum(request.req_id not in self._held for request in requests)
-        self._make_room(len(self._held) + num_new_rows, max(sizes))
-        histories = [self._held.get(request.req_id) or self._add(request) for request in requests]
+        self._make_room(sum(request.req_id not in self for request in requests), max(sizes))
+        held_by_id = self._store.held
+        histories = [held_by_id.get(request.req_id) or self._add(request) for request in requests]
         new_tokens: list[int] = []
         table = []
         most_new = 0
@@ -112,7 +123,7 @@ class HistoryLookup:
         longest_history: int,
     ) -> torch.Tensor:
         """Send what is new, search, and return the kernels' output [num_requests, 1 + most k]."""
-        device, history, block = self._device, self._history, self._block
+        device, history, block = self._device, self._store.tokens, self._block
         num_requests, width = len(table), history.shape[1]
         fields = kernels.NUM_FIELDS.value
         packed = np.zeros(num_requests * fields + len(new_tokens), dtype=np.uint32)
@@ -146,33 +157,33 @@ class HistoryLookup:
         return out
 
     def _add(self, request: DraftRequest) -> _Held:
-        held = self._held[request.req_id] = _Held(self._free.pop())
+        row = self._store.free.pop()
+        held = self._store.held[request.req_id] = _Held(row)
         return held
 
-    def _make_room(self, num_rows: int, num_tokens: int) -> None:
-        """Have so many rows for so many tokens; move to a smaller tensor if most of it is empty."""
-        height, width = self._history.shape
-        fits = num_rows <= height and num_tokens <= width
+    def _make_room(self, num_more: int, num_tokens: int) -> None:
+        """Have rows for `num_more` histories of up to `num_tokens`; shrink if most is empty."""
+        store = self._store
+        height, width = store.tokens.shape
+        fits = num_more <= len(store.free) and num_tokens <= width
         if fits and not self._has_released:
             return
-        self._has_released = False
-        held = list(self._held.values())
-        num_tokens = max([num_tokens, *(history.num_tokens for history in held)])
-        rows = max(triton.next_power_of_2(num_rows), _FEWEST_ROWS)
+        num_tokens = max([num_tokens, *(history.num_tokens for history in store.held.values())])
+        rows = max(triton.next_power_of_2(len(store.held) + num_more), _FEWEST_ROWS)
         columns = max(triton.next_power_of_2(num_tokens), _SHORTEST_WIDTH)
-        if fits and _WASTE * rows * columns > height * width:
-            return
-        moved = self._new_history(rows, columns)
-        used = torch.tensor([history.row for history in held], dtype=torch.int64)
-        kept = min(width, columns)
-        moved[: len(held), :kept] = self._history[used.to(self._device), :kept]
-        self._history = moved
-        for row, history in enumerate(held):
-            history.row = row
-        self._free = list(range(len(held), rows))[::-1]
+        if not fits or _WASTE * rows * columns <= height * width:
+            moved = self._new_store(rows, columns)
+            used = torch.tensor([history.row for history in store.held.values()], dtype=torch.int64)
+            kept = min(width, columns)
+            moved.tokens[: len(used), :kept] = store.tokens[used.to(self._device), :kept]
+            for req_id, history in store.held.items():
+                moved.held[req_id] = _Held(moved.free.pop(), history.num_tokens)
+            self._store = moved
+        self._has_released = False
 
-    def _new_history(self, rows: int, columns: int) -> torch.Tensor:
-        return torch.empty(rows, columns, dtype=torch.int32, device=self._device)
+    def _new_store(self, rows: int, columns: int) -> _Store:
+        tokens = torch.empty(rows, columns, dtype=torch.int32, device=self._device)
+        return _Store(tokens, {}, list(range(rows))[::-1])
 
 
 def tried_lookup(device: torch.device, shortest: int, longest: int) -> HistoryLookup:

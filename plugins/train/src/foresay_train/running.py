@@ -108,7 +108,12 @@ class _Target:
         if self._llm is None:
             job = self._job
             self._llm = LLM(
-                job.model, None, plugins=self._plugins, dtype=job.dtype, device=job.device
+                job.model,
+                None,
+                plugins=self._plugins,
+                dtype=job.dtype,
+                device=job.device,
+                quantization="none",  # faster where rows are many, as of whole texts
             )
         return self._llm
 
@@ -283,7 +288,9 @@ def _build(
     """Build what is trained; return how many parameters it has, too."""
     training = job.spec.training
     assert training is not None
-    target = load_target(job.model, dtype=job.dtype, device=device, aliases=plugins.models)
+    target = load_target(
+        job.model, dtype=job.dtype, device=device, quantization="none", aliases=plugins.models
+    )
     longest = max(map(len, replies))
     view = target.view(longest, embeddings=True, lm_head=True)
     ids = None if draft_ids is None else torch.tensor(draft_ids, device=target.device)
