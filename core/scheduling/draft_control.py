@@ -51,6 +51,7 @@ _BEGIN_BOTH, _STAY_BOTH = 0.95, 1.0
 # Steps that go on as planned, without another look: of several requests with drafts and without;
 # and plain ones of a request alone.
 _MOST_KEPT, _MOST_PLAIN, _MOST_ALONE = 7, 15, 2
+_CERTAIN = 0.7  # so much of what the worst-off request is expected to gain by a trial
 _NEW = 0.125  # of the requests: if more are new, there is another look
 _EVEN = 1.5  # lengths that differ less do not call for more drafts than most tokens a second do
 _NEAR = 0.75  # rows so few times those known are taken to cost as much
@@ -354,11 +355,11 @@ class DraftControl:
         self._is_drafting = best.drafts
 
         def lost(trial: Plan) -> float:
-            # What matters is who ends last: as if that were who gains least.
             if trial is plain:
                 return trial.seconds * (1 - best_until.last / until.last)
+            # What matters is who ends last: that may be who gains least, or less than is expected.
             gains = min(choice.tokens for choice in trial.choices) if trial is found else 0.0
-            return trial.seconds - best.seconds * (1 + gains)
+            return trial.seconds - best.seconds * (1 + _CERTAIN * gains)
 
         return best, found if best is plain else plain, lost
 
