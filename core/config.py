@@ -264,7 +264,7 @@ class EngineConfig(_Frozen):
         default="auto",
         description="How weights are kept on a CPU. 'float16': those of bfloat16 and float16 "
         "checkpoints in float16, to every digit that counts, and computed with in float32: the "
-        "same model, read in half the time; others as they are. 'auto': so where products are "
+        "same model in half the bytes; others as they are. 'auto': so where products are "
         "computed in float32. 'none': as they are. 'int8', for the families of foresay's own "
         "decoder: rounded to int8 with one scale for each output. Another model by a little, and a "
         "smaller one; faster yet where there are integer instructions. Speculation is as exact on "

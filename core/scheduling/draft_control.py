@@ -51,7 +51,8 @@ _BEGIN_BOTH, _STAY_BOTH = 0.95, 1.0
 # Steps that go on as planned, without another look: of several requests with drafts and without;
 # and plain ones of a request alone.
 _MOST_KEPT, _MOST_PLAIN, _MOST_ALONE = 7, 15, 2
-_CERTAIN = 0.7  # so much of what the worst-off request is expected to gain by a trial
+# Of what a trial is expected to gain whoever gains least, this part is reckoned with.
+_CERTAIN = 0.7
 _NEW = 0.125  # of the requests: if more are new, there is another look
 _EVEN = 1.5  # lengths that differ less do not call for more drafts than most tokens a second do
 _NEAR = 0.75  # rows so few times those known are taken to cost as much
