@@ -102,7 +102,7 @@ class TargetView:
     # None, copied; if lm_head is needed. For a drafter over fewer tokens.
     lm_head_rows: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]] | None = None
     # Whether the products of a drafter's own weights should be in int8: see
-    # `foresay.core.worker.int8_linear.drafter_linear`. A proposer may ignore it.
+    # `foresay.core.worker.drafter_linear.drafter_linear`. A proposer may ignore it.
     int8_drafter: bool = False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -64,6 +65,11 @@ class Text:
         return found
 
 
+def far(logits: torch.Tensor, exact: torch.Tensor) -> float:
+    """Root mean square of the differences."""
+    return float((logits - exact).square().mean().sqrt())
+
+
 class Run:
     """A fast decoder, its KV cache, and texts whose blocks lie in it in no order."""
 
@@ -119,20 +125,27 @@ def threads(number: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("build", MODELS.values(), ids=list(MODELS))
 def test_ragged_chunks_give_transformers_logits(build: Callable[[], Any]) -> None:
+    """In float32 as near to float64 as transformers' own float32, but for other roundings."""
     model = build()
     assert FastDecoder.supports(model.config) is None
     a, b, c = Text(70, 1), Text(45, 2), Text(9, 3)
     run = Run(model, a, b, c)
-    expected = {text: text.logits(model) for text in (a, b, c)}
+    theirs = {text: text.logits(model) for text in (a, b, c)}
+    exact_model = copy.deepcopy(model).double()
+    exact = {text: text.logits(exact_model) for text in (a, b, c)}
     steps: list[list[Part]] = [
         [(a, 0, 37)],
         [(a, 37, 38), (b, 0, 40), (c, 0, 1)],
         [(c, 1, 6), (a, 38, 69), (b, 40, 41)],
         [(a, 69, 70), (b, 41, 45), (c, 6, 9)],
     ]
+    found: dict[Text, list[torch.Tensor]] = {a: [], b: [], c: []}
     for step in steps:
-        rows = torch.cat([expected[text][start:end] for text, start, end in step])
-        assert_close(run(*step), rows)
+        parts = run(*step).split([end - start for _, start, end in step])
+        for (text, _, _), part in zip(step, parts, strict=True):
+            found[text].append(part)
+    for text, parts in found.items():
+        assert far(torch.cat(parts), exact[text]) <= 2 * far(theirs[text], exact[text])
 
 
 def test_logits_are_those_of_the_rows_asked_for() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -25,23 +26,34 @@ def make_cache(
     return KVCache(LAYOUT, num_blocks, 4, dtype, CPU, max_dense_bytes=max_columns * SLOT_BYTES)
 
 
-def write(cache: KVCache, slots: np.ndarray) -> None:
-    """Write random keys and values, as a forward does after its step was laid out."""
+def write(cache: KVCache, slots: np.ndarray) -> list[torch.Tensor]:
+    """Write random keys and values, as a forward does after its step was laid out.
+
+    Returns what each layer stored.
+    """
+    stored = []
     for kind, layer in zip(LAYOUT, cache.layers, strict=True):
         key, value = (
             torch.randn(len(slots), kind.num_kv_heads, dim).to(layer.slots.dtype)
             for dim in (kind.head_dim, kind.value_dim)
         )
-        layer.write(torch.from_numpy(slots), key, value)
+        stored.append(layer.write(torch.from_numpy(slots), key, value))
+    return stored
 
 
-def holds_all(cache: KVCache, plan: DensePlan, dtype: torch.dtype, layers: list[int]) -> bool:
+def holds_all(
+    cache: KVCache,
+    plan: DensePlan,
+    dtype: torch.dtype,
+    stored: list[torch.Tensor],
+    layers: Sequence[int] = (0, 1),
+) -> bool:
     slots = torch.from_numpy(plan.key_slots.ravel())
     pairs = [
         (of_copy, gathered)
         for number in layers
         for of_copy, gathered in zip(
-            cache.layers[number].dense(plan, dtype),
+            cache.layers[number].dense(plan, dtype, stored[number]),
             cache.layers[number].gather(slots, len(plan.key_slots), dtype),
             strict=True,
         )
@@ -61,7 +73,7 @@ def test_a_copy_holds_what_gathering_gives(max_columns: int, dtype: torch.dtype)
     copies = cache.dense_copies
     assert copies is not None
     texts: dict[str, list[int]] = {}  # slots by position
-    num_laid_out = num_stale = num_columns = 0
+    num_laid_out = num_stale = num_columns = num_direct = 0
     for step in range(400):
         if chance.random() < 0.2 and len(texts) < 6:
             known = chance.choice([*texts.values(), []])
@@ -77,6 +89,8 @@ def test_a_copy_holds_what_gathering_gives(max_columns: int, dtype: torch.dtype)
             cache.move(places[:3], places[3:])
         running = [owner for owner in texts if chance.random() < 0.9]
         chance.shuffle(running)
+        if chance.random() < 0.3:
+            del running[1:]
         new = []
         for owner in running:
             if chance.random() < 0.2:
@@ -106,13 +120,15 @@ def test_a_copy_holds_what_gathering_gives(max_columns: int, dtype: torch.dtype)
             num_laid_out += 1
             num_stale += len(plans[-1].columns)
             num_columns += key_slots.size
-        write(cache, written)
+        stored = write(cache, written)
+        num_direct += sum(plan.lacks_written_only and len(plan.columns) > 0 for plan in plans)
         if chance.random() < 0.1:
             continue  # the forward failed before it attended
         layers = [0] if chance.random() < 0.1 else [0, 1]  # or between two layers
         for plan in plans:
-            assert holds_all(cache, plan, torch.float32, layers)
+            assert holds_all(cache, plan, torch.float32, stored, layers)
     assert num_laid_out > 300
+    assert num_direct > 10  # the step's own rows were all that was lacking
     if max_columns > 700:
         assert num_stale < 0.5 * num_columns  # most of it was there
 
@@ -208,8 +224,8 @@ def test_an_interruption_loses_nothing(nth: int, monkeypatch: pytest.MonkeyPatch
 
     stamped = copies._stamps._stamps
     first = step(["a"], tables["a"])
-    write(cache, tables["a"])
-    assert holds_all(cache, first, torch.float32, [0, 1])
+    stored = write(cache, tables["a"])
+    assert holds_all(cache, first, torch.float32, stored)
     for array in ("slots", "stamps"):
         setattr(first.of, array, getattr(first.of, array).view(_InterruptedArray))
     copies._stamps._stamps = stamped.view(_InterruptedArray)
@@ -219,9 +235,10 @@ def test_an_interruption_loses_nothing(nth: int, monkeypatch: pytest.MonkeyPatch
         step(["a"], tables["a"])
     _InterruptedArray.left = 0
     write(cache, tables["a"])
+    nothing = np.array([], dtype=np.int64)
     for owners in (["a"], ["b"], ["a", "b"]):
-        plan = step(owners, np.array([], dtype=np.int64))
-        assert holds_all(cache, plan, torch.float32, [0, 1])
+        plan = step(owners, nothing)
+        assert holds_all(cache, plan, torch.float32, write(cache, nothing))
         cache.move([20, 21], [3, 5])
 
 

@@ -82,7 +82,7 @@ KNOWN_TO_PLUGINS = [
         for name in (
             "layer_shape",
             "linear",
-            "int8_linear",
+            "drafter_linear",
             "draft_tree",
             "draft_trie",
             "tree_drafting",

@@ -16,8 +16,13 @@ import torch
 from foresay import LLM, SamplingParams
 from foresay.cli import main
 from foresay.core.errors import ConfigError
-from foresay.core.worker import build, int8_linear
-from foresay.core.worker.int8_linear import Int8Linear, drafter_linear, pays_for_drafters
+from foresay.core.worker import build, drafter_linear, int8_linear
+from foresay.core.worker.drafter_linear import (
+    DynamicInt8Linear,
+    has_dynamic_products,
+    pays_for_drafters,
+)
+from foresay.core.worker.int8_linear import Int8Linear
 from foresay.core.worker.linear import Linear
 
 CPU = torch.device("cpu")
@@ -36,13 +41,14 @@ def save_drafter(name: str, model: Any, folder: Path) -> Path:
 def rounded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of the weights that are rounded to int8 from here on."""
     shapes: list[tuple[int, ...]] = []
-    init = Int8Linear.__init__
+    has_dynamic_products()  # now: a weight is rounded to try
+    original = int8_linear.rounded
 
-    def noted(self: Int8Linear, weight: torch.Tensor, *args: Any, **settings: Any) -> None:
+    def noted(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         shapes.append(tuple(weight.shape))
-        init(self, weight, *args, **settings)
+        return original(weight)
 
-    monkeypatch.setattr(Int8Linear, "__init__", noted)
+    monkeypatch.setattr(int8_linear, "rounded", noted)
     return shapes
 
 
@@ -87,7 +93,7 @@ def test_the_text_is_that_of_plain_decoding(
 
 def test_automatically_where_it_was_found_to_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8_linear, "input_levels", lambda: 127)
-    monkeypatch.setattr(int8_linear, "compute_dtype", lambda dtype, device: dtype)
+    monkeypatch.setattr(drafter_linear, "compute_dtype", lambda dtype, device: dtype)
     assert pays_for_drafters(torch.float32, CPU, 576)
     assert not pays_for_drafters(torch.float32, CPU, 64)
     assert not pays_for_drafters(torch.bfloat16, CPU, 576)
@@ -96,9 +102,70 @@ def test_automatically_where_it_was_found_to_pay(monkeypatch: pytest.MonkeyPatch
     assert not pays_for_drafters(torch.float32, CPU, 576)
 
 
-def test_a_proposer_is_told_by_its_view_of_the_target() -> None:
-    assert drafter_linear(medusa_heads.view(int8_drafter=True)) is Int8Linear
-    assert drafter_linear(medusa_heads.view()) is Linear
+def test_a_proposer_is_told_by_its_view_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounding, plain = medusa_heads.view(int8_drafter=True), medusa_heads.view()
+    for has, expected in ((True, DynamicInt8Linear), (False, Int8Linear)):
+        monkeypatch.setattr(drafter_linear, "has_dynamic_products", lambda has=has: has)
+        assert drafter_linear.drafter_linear(rounding) is expected
+        assert drafter_linear.drafter_linear(plain) is Linear
+
+
+def test_a_product_that_overflows_or_is_not_there_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not has_dynamic_products():
+        pytest.skip("this torch has no products that round their input, or this CPU overflows")
+    product = DynamicInt8Linear._product
+
+    def overflowing(self: DynamicInt8Linear, x: torch.Tensor) -> torch.Tensor:
+        return product(self, x).clamp(-20.0, 20.0)
+
+    def missing(self: DynamicInt8Linear, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    for wrong in (overflowing, missing):
+        monkeypatch.setattr(DynamicInt8Linear, "_product", wrong)
+        assert not has_dynamic_products.__wrapped__()
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("out_features", "in_features"), [(160, 48), (7, 5), (576, 1536)])
+def test_products_are_those_of_the_rounded_weight_and_rounded_rows(
+    out_features: int, in_features: int, dtype: torch.dtype, bias: bool
+) -> None:
+    if not has_dynamic_products():
+        pytest.skip("this torch has no products that round their input, or this CPU overflows")
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    weight, offset = numbers(out_features, in_features), numbers(out_features) if bias else None
+    ours = DynamicInt8Linear(weight, offset, dtype)
+    exact, kept = ours.rows(torch.arange(out_features))
+    assert exact.dtype == dtype
+    assert (kept is None) == (offset is None)
+    if kept is not None and offset is not None:
+        assert torch.equal(kept, offset)
+    step = weight.double().abs().amax(dim=1) / 127
+    lost = 0.5001 * step[:, None] + (0 if dtype == torch.float32 else 2**-8 * weight.double().abs())
+    assert ((exact.double() - weight.double()).abs() <= lost).all()
+    full, _ = DynamicInt8Linear(weight, None, torch.float32).rows(torch.arange(out_features))
+    for num_rows in (0, 1, 5, 130):
+        x = numbers(num_rows, in_features)
+        x[1:2] *= 1000  # as states of a text's first token: the others keep their digits
+        x[2:3] = 0.0
+        product = x.double() @ full.double().T
+        expected = product if offset is None else product + offset.double()
+        residual = numbers(num_rows, out_features)
+        for y, whole in ((ours(x), expected), (ours.add_to(residual, x), expected + residual)):
+            assert (y.dtype, y.shape) == (dtype, expected.shape)
+            # A step is at most 2 / 255 of a row's largest element: half of it is lost of each.
+            most = x.double().abs().amax(dim=1, keepdim=True) / 255 * full.double().abs().sum(dim=1)
+            rounding = 1e-5 if dtype == torch.float32 else 2**-7
+            size = whole.abs() + product.abs() + x.double().norm(dim=1, keepdim=True)
+            assert ((y.double() - whole).abs() <= 1.01 * most + rounding * size).all()
 
 
 def test_where_it_cannot_be_had_it_is_refused(

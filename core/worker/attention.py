@@ -43,7 +43,7 @@ def paged_attention(
     window). `softcap` bounds the scores by softcap * tanh(score / softcap); `sinks` adds one
     logit per head to the softmax's denominator. Returns [num_tokens, num_heads, value_dim].
     """
-    cache.write(metadata.slot_mapping, key, value)
+    written = cache.write(metadata.slot_mapping, key, value)
     if metadata.triton is not None and (backend := triton_backend(query.device)):
         done: torch.Tensor | None = backend.attend_if_right(
             query, cache, metadata.triton, scale=scale, sliding_window=sliding_window,
@@ -52,11 +52,12 @@ def paged_attention(
         if done is not None:
             return done
     if len(metadata.groups) == 1:
-        return _attend(query, cache, metadata.groups[0], metadata.rules, scale, sliding_window,
-                       softcap, sinks)  # fmt: skip
+        return _attend(query, cache, written, metadata.groups[0], metadata.rules, scale,
+                       sliding_window, softcap, sinks)  # fmt: skip
     out = query.new_empty(query.shape[0], query.shape[1], cache.value_dim)
     for group in metadata.groups:
-        rows = _attend(query, cache, group, metadata.rules, scale, sliding_window, softcap, sinks)
+        rows = _attend(query, cache, written, group, metadata.rules, scale, sliding_window,
+                       softcap, sinks)  # fmt: skip
         assert group.tokens is not None  # only a single group holds all tokens
         out.index_copy_(0, group.tokens, rows)
     return out
@@ -65,6 +66,7 @@ def paged_attention(
 def _attend(
     query: torch.Tensor,
     cache: LayerCache,
+    written: torch.Tensor,  # [num_tokens, width] what was stored
     group: Group,
     rules: AttentionRules,
     scale: float,
@@ -73,41 +75,38 @@ def _attend(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attend for one group; returns [n, num_heads, value_dim], its real rows in order."""
-    num_requests, query_len = group.num_requests, group.query_len
-    num_heads, head_dim = query.shape[1:]
-    num_kv_heads, value_dim = cache.num_kv_heads, cache.value_dim
+    num_heads, num_kv_heads, value_dim = query.shape[1], cache.num_kv_heads, cache.value_dim
     fold = num_heads // num_kv_heads
     dtype = query.dtype
     compute = dtype if rules.compute_dtype is None else rules.compute_dtype
-    if group.query_rows is not None:
-        query = query.index_select(0, group.query_rows)
     if compute != dtype:
         query = query.to(compute)
     if group.dense is not None:
-        keys, values = cache.dense(group.dense, compute)
+        keys, values = cache.dense(group.dense, compute, written)
     else:
         assert group.key_slots is not None
-        keys, values = cache.gather(group.key_slots, num_requests, compute)
+        keys, values = cache.gather(group.key_slots, group.num_requests, compute)
     eager = softcap is not None or sinks is not None
-    if query_len < FOLD_BELOW or eager:
+    if group.query_len < FOLD_BELOW or eager:
         # Query heads that share a key head become rows of one matrix: [B, Hkv, Q * fold, D].
-        query = query.reshape(num_requests, query_len, num_kv_heads, fold, head_dim)
-        query = query.transpose(1, 2).reshape(num_requests, num_kv_heads, -1, head_dim)
+        query = group.folded(query, num_kv_heads)
         mask = group.mask(window, fold, compute)
         if eager:
             out = _eager(query, keys, values, mask, scale, softcap, sinks)
         else:
             out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
-        out = out.view(num_requests, num_kv_heads, query_len, fold, value_dim).transpose(1, 2)
+        out = group.unfolded(out, num_heads)
     else:
-        query = query.reshape(num_requests, query_len, num_heads, head_dim).transpose(1, 2)
+        if group.query_rows is not None:
+            query = query.index_select(0, group.query_rows)
+        query = query.reshape(group.num_requests, group.query_len, num_heads, -1).transpose(1, 2)
         mask = group.mask(window, 1, compute)
         out = F.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, scale=scale, enable_gqa=fold > 1
-        ).transpose(1, 2)
-    out = out.reshape(num_requests * query_len, num_heads, value_dim)
-    if group.taken is not None:
-        out = out.index_select(0, group.taken)
+        )
+        out = out.transpose(1, 2).reshape(-1, num_heads, value_dim)
+        if group.taken is not None:
+            out = out.index_select(0, group.taken)
     return out if compute == dtype else out.to(dtype)
 
 

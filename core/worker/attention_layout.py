@@ -75,6 +75,55 @@ class Group:
     hidden: torch.Tensor | None = None  # [B, Q, K] bool; None: keys ahead of a row are
     key_positions: torch.Tensor | None = None  # [B, K]; None: the number of the column
     masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
+    _folds: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+
+    def folded(self, query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+        """Return the rows' queries with the heads of a key head side by side, padding included.
+
+        From [num_tokens, num_heads, D] to [B, Hkv, Q * fold, D], in one operation.
+        """
+        num_tokens, num_heads, head_dim = query.shape
+        if query.stride()[1:] != (head_dim, 1) or query.stride(0) % head_dim:
+            query = query.contiguous()
+        step = query.stride(0) // head_dim  # from a row to the next, in heads
+        key = (num_kv_heads, num_heads, step)
+        if key not in self._folds:
+            self._folds[key] = self._fold(*key)
+        heads = query.as_strided(((num_tokens - 1) * step + num_heads, head_dim), (head_dim, 1))
+        query = heads.index_select(0, self._folds[key])
+        return query.view(self.num_requests, num_kv_heads, -1, head_dim)
+
+    def _fold(self, num_kv_heads: int, num_heads: int, step: int) -> torch.Tensor:
+        """Return where each of the rows [B, Hkv, Q, fold] lies, flat."""
+        if self.query_rows is None:
+            rows = torch.arange(self.num_requests * self.query_len, device=self.device)
+        else:
+            rows = self.query_rows
+        heads = torch.arange(num_heads, device=self.device).view(1, num_kv_heads, 1, -1)
+        return (rows.view(self.num_requests, 1, self.query_len, 1) * step + heads).flatten()
+
+    def unfolded(self, out: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """Return the real rows of [B, Hkv, Q * fold, Dv] in order: [n, num_heads, Dv]."""
+        num_kv_heads, value_dim = out.shape[1], out.shape[3]
+        key = (num_kv_heads, num_heads)
+        if key not in self._folds:
+            self._folds[key] = self._unfold(*key)
+        heads = out.transpose(1, 2).reshape(-1, value_dim)  # [B, Q, fold, Hkv], as they lie
+        return heads.index_select(0, self._folds[key]).view(-1, num_heads, value_dim)
+
+    def _unfold(self, num_kv_heads: int, num_heads: int) -> torch.Tensor:
+        """Return where each head of the real rows lies among [B, Q, fold, Hkv], flat."""
+        if self.taken is None:
+            rows = torch.arange(self.num_requests * self.query_len, device=self.device)
+        else:
+            rows = self.taken
+        heads = torch.arange(num_heads, device=self.device).view(-1, num_kv_heads).t().flatten()
+        return (rows[:, None] * num_heads + heads).flatten()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self.query_positions.device
 
     def mask(self, window: int | None, fold: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the additive mask [B, 1, Q * fold, K], made once per window and step."""

@@ -27,7 +27,8 @@ from foresay.core.proposer import Needs, TargetView
 from foresay.core.worker.attention_backend import triton_backend
 from foresay.core.worker.chain import Member, ProposerChain
 from foresay.core.worker.choosing import Choice, choose, describe
-from foresay.core.worker.int8_linear import is_available, pays_for_drafters
+from foresay.core.worker.drafter_linear import pays_for_drafters
+from foresay.core.worker.int8_linear import is_available
 from foresay.core.worker.invariance import rows_are_invariant
 from foresay.core.worker.kv_cache import KVCache, LayerKV, block_bytes
 from foresay.core.worker.memory import (

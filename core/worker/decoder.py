@@ -36,8 +36,6 @@ from foresay.core.worker.rotary import rotate as rotate
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # RoPE types whose frequencies do not depend on the sequence.
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-# Up to this many rows cost about as much as one.
-_FEW_ROWS = 4
 
 
 class FastDecoder:
@@ -93,11 +91,7 @@ class FastDecoder:
             head_dim=heads.head_dim,
             row_invariant=row_invariant,
         )
-        # Kernels pad a single row; to do that once per step is cheaper than in every operation.
-        padded = self.attention_rules.padded_query_len(1)
-        self.min_rows = padded
-        if padded > _FEW_ROWS:
-            self.min_rows = max(linear.min_rows for linear in self._linears())
+        self.min_rows = max(linear.min_rows for linear in self._linears())
 
     @property
     def is_half(self) -> bool:

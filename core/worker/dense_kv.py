@@ -62,6 +62,7 @@ class DensePlan:
     previous: int  # the plan before; a layer that followed it lacks `columns` only
     columns: torch.Tensor  # [n] of all rows and columns, those that hold something else by now
     slots: torch.Tensor  # [n] what they are to hold
+    lacks_written_only: bool  # whether these are the step's rows, in their order
     key_slots: np.ndarray  # [B, K]
     of: _Copy
 
@@ -101,10 +102,12 @@ class DenseCopies:
         self._num_made = 0
         self._num_plans = 0
         self._step = 0
+        self._written = np.empty(0, dtype=np.int64)  # in this step
 
     def begin(self, written: np.ndarray) -> None:
         """Begin a step that writes to the slots `written` [n]; its groups are laid out next."""
         self._stamps.renew(written)
+        self._written = written
         self._step += 1
 
     def arrange(self, owners: Sequence[Hashable], row_len: int) -> tuple[_Copy, list[int]] | None:
@@ -150,6 +153,7 @@ class DenseCopies:
             previous=previous,
             columns=torch.from_numpy(row * copy.stamps.shape[1] + column),
             slots=torch.from_numpy(slots),
+            lacks_written_only=np.array_equal(slots, self._written),
             key_slots=key_slots,
             of=copy,
         )

@@ -81,6 +81,7 @@ class HalfLinear(Linear):
             super().__init__(weight, bias, dtype, pack=pack, row_invariant=row_invariant)
             return
         self._half = _packed(full if scale == 1.0 else full * scale)
+        self._run = torch.ops.quantized.linear_dynamic_fp16.default
         self._unscale = 1.0 / scale
         self.dtype = dtype
         self.compute = torch.float32
@@ -103,13 +104,13 @@ class HalfLinear(Linear):
             return super().add_to(residual, x)
         if self.bias is not None or self.dtype != self.compute:
             return self(x).add_(residual)
-        y = torch.ops.quantized.linear_dynamic_fp16(x, self._half)
+        y = self._run(x, self._half)
         return torch.add(residual, y, alpha=self._unscale, out=y)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if not self.is_half:
             return super()._product(x)
-        y: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._half)
+        y: torch.Tensor = self._run(x, self._half)
         if self._unscale != 1.0:
             y.mul_(self._unscale)
         return y if self.bias is None else y.add_(self.bias)

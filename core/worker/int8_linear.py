@@ -15,22 +15,15 @@ from the model in its logits' divergence.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 
-from foresay.core.worker.linear import Linear, compute_dtype
+from foresay.core.worker.linear import Linear
 
-if TYPE_CHECKING:
-    from foresay.core.proposer import TargetView
-
-_WEIGHT_LEVELS = 127
+WEIGHT_LEVELS = 127
 # Rows of a weight that are rounded together, so that little memory is needed besides.
 _CHUNK = 4096
 _TINY = 1e-30  # in place of the largest element of a row of zeros
-# From this width on a drafter's weights do not stay in the cache between two steps, so that it
-# gains to read less of them. Below, the operations around the product take longer than it does.
-_DRAFTER_WIDTH = 256
 
 
 def is_available() -> bool:
@@ -55,30 +48,26 @@ def input_levels() -> int:
     which overflow at 127. At 63 no pair does.
     """
     x = torch.full((2, 64), 255, dtype=torch.uint8)
-    weight = torch.full((32, 64), _WEIGHT_LEVELS, dtype=torch.int8)
+    weight = torch.full((32, 64), WEIGHT_LEVELS, dtype=torch.int8)
     scale = torch.ones(32, dtype=torch.float32)
     y = _product(x, 0, torch.ops.onednn.qlinear_prepack(weight, None), scale)
-    return 127 if bool((y == 64 * 255 * _WEIGHT_LEVELS).all()) else 63
+    return 127 if bool((y == 64 * 255 * WEIGHT_LEVELS).all()) else 63
 
 
-def pays_for_drafters(dtype: torch.dtype, device: torch.device, hidden_size: int) -> bool:
-    """Whether a drafter beside a target of this dtype and width is faster in int8.
-
-    On a CPU that computes in float32 and has instructions for integer products. In bfloat16 there
-    are half as many bytes to read, and nothing was measured.
-    """
-    return (
-        device.type == "cpu"
-        and compute_dtype(dtype, device) == torch.float32
-        and hidden_size >= _DRAFTER_WIDTH
-        and is_available()
-        and input_levels() == _WEIGHT_LEVELS
+def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `weight` [out, in] in int8, and what a step of each row is, [out] float32."""
+    integers = torch.empty(weight.shape, dtype=torch.int8)
+    steps = torch.empty(len(weight), dtype=torch.float32)
+    parts = zip(
+        weight.detach().split(_CHUNK), integers.split(_CHUNK), steps.split(_CHUNK), strict=True
     )
-
-
-def drafter_linear(target: TargetView) -> type[Linear]:
-    """Return what makes the products of a drafter's own weights beside `target`."""
-    return Int8Linear if target.int8_drafter else Linear
+    for part, into, step in parts:
+        part = part.to(torch.float32)
+        torch.amax(part.abs(), dim=1, out=step)
+        step.clamp_min_(_TINY)
+        into.copy_((part * (WEIGHT_LEVELS / step)[:, None]).round_())
+        step.div_(WEIGHT_LEVELS)
+    return integers, steps
 
 
 class Int8Linear(Linear):
@@ -106,25 +95,12 @@ class Int8Linear(Linear):
         self.packed = True
         self.max_rows = None
         self.min_rows = 1
-        integers = torch.empty(weight.shape, dtype=torch.int8)
-        largest = torch.empty(len(weight), dtype=self.compute)
-        parts = zip(
-            weight.detach().split(_CHUNK),
-            integers.split(_CHUNK),
-            largest.split(_CHUNK),
-            strict=True,
-        )
-        for part, rounded, most in parts:
-            part = part.to(self.compute)
-            torch.amax(part.abs(), dim=1, out=most)
-            most.clamp_min_(_TINY)
-            rounded.copy_((part * (_WEIGHT_LEVELS / most)[:, None]).round_())
+        integers, self._rounded_to = rounded(weight)
         self.weight = torch.ops.onednn.qlinear_prepack(integers, None)
         levels = input_levels()
         self._levels = torch.tensor(float(levels), dtype=self.compute)
         self._zero_point = levels + 1  # the kernels take what is not negative
         self._finer = 2.0 * levels  # so many steps of the second row make one of the first
-        self._rounded_to = largest / _WEIGHT_LEVELS
         self._scale = self._rounded_to / (levels * self._finer)
 
     def rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -61,12 +61,17 @@ class LayerCache:
         size = (rows.shape[0], self.num_kv_heads, -1)
         return rows[:, :key_width].view(size), rows[:, key_width:].view(size)
 
-    def write(self, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    def write(
+        self, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
         """Store `key` [T, Hkv, D] and `value` [T, Hkv, Dv] at `slot_mapping` [T].
 
-        Where there are dense copies they must know of it: see `DenseCopies.begin`.
+        Where there are dense copies they must know of it: see `DenseCopies.begin`. Returns what
+        was stored, [T, width].
         """
-        self.slots.index_copy_(0, slot_mapping, _side_by_side(key, value))
+        rows = _side_by_side(key, value)
+        self.slots.index_copy_(0, slot_mapping, rows)
+        return rows
 
     def gather(
         self, slots: torch.Tensor, num_requests: int, dtype: torch.dtype
@@ -81,20 +86,25 @@ class LayerCache:
         num_keys = slots.shape[0] // num_requests
         return self._heads(rows, num_requests, num_keys, num_keys)
 
-    def dense(self, plan: DensePlan, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def dense(
+        self, plan: DensePlan, dtype: torch.dtype, written: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what `gather` does of `plan.key_slots`, as views of a dense copy in `dtype`.
 
-        The copy is brought up to date first: the step's own keys and values must be written.
+        The copy is brought up to date first: the step's own keys and values must be written, and
+        `written` [T, width] is what was stored.
         """
         width = self.slots.shape[1]
         rows, done = self._dense.get(plan.copy, (None, 0))
         if rows is None:
             rows = self.slots.new_empty((plan.num_rows * plan.row_len, width), dtype=dtype)
         columns, slots = plan.columns, plan.slots
-        if done not in (plan.previous, plan.number):
+        missed = done not in (plan.previous, plan.number)
+        if missed:
             columns, slots = plan.everything()
         if columns.shape[0]:
-            new = self.slots.index_select(0, slots)
+            stored = plan.lacks_written_only and not missed
+            new = written if stored else self.slots.index_select(0, slots)
             rows.index_copy_(0, columns, new if new.dtype == dtype else new.to(dtype))
         self._dense[plan.copy] = rows, plan.number
         num_requests, num_keys = plan.key_slots.shape

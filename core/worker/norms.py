@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -13,13 +15,18 @@ class RMSNorm:
         """Take a copy of `weight` [width], in the dtype and on the device that x will have."""
         self.weight = weight.detach().clone()
         self.eps = eps
-        # On a CPU torch composes the norm of these operations and some more that do nothing to
-        # float32, and behind a matrix product each costs a few microseconds.
+        # On a CPU torch composes the norm of seven operations, and behind a matrix product each
+        # costs a few microseconds. These are four: x / hypot(|x|, |eps'|) * weight', where
+        # |eps'| = sqrt(width * eps) and weight' = weight * sqrt(width).
         self._composed = weight.device.type == "cpu" and weight.dtype == torch.float32
+        if self._composed:
+            width = weight.shape[-1]
+            self._least = torch.tensor([math.sqrt(width * eps)])
+            self._scaled_weight = self.weight * math.sqrt(width)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normed `x` [..., width]; a row's bits do not depend on the others."""
         if not self._composed:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        scale = x.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
-        return (x * scale).mul_(self.weight)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return (x / length.hypot_(self._least)).mul_(self._scaled_weight)

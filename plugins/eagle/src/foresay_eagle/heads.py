@@ -28,7 +28,7 @@ from foresay.core.worker.decoder import (
     RotaryTable,
     SelfAttention,
 )
-from foresay.core.worker.int8_linear import drafter_linear
+from foresay.core.worker.drafter_linear import drafter_linear
 from foresay_eagle.layout import HeadLayout
 from foresay_eagle.weights import HeadWeights
 

@@ -14,7 +14,7 @@ import torch
 
 from foresay.core.proposer import TargetView
 from foresay.core.worker.decoder import Linear, silu
-from foresay.core.worker.int8_linear import drafter_linear
+from foresay.core.worker.drafter_linear import drafter_linear
 from foresay_medusa.vocabulary import Matrix
 from foresay_medusa.weights import MedusaWeights
 

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from foresay.core.errors import ModelError
 from foresay.core.proposer import KVRows, TargetView
 from foresay.core.worker.decoder import Attend, DecoderBlock, Heads, Linear, RMSNorm, RotaryTable
-from foresay.core.worker.int8_linear import drafter_linear
+from foresay.core.worker.drafter_linear import drafter_linear
 from foresay_mtp.layout import Layout
 from foresay_mtp.shape import BlockShape
 from foresay_mtp.weights import ModuleWeights, Weights, is_target_head

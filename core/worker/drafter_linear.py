@@ -1,0 +1,120 @@
+"""Matrix products of a drafter's own weights: in int8 where that pays. Knows nothing of models.
+
+A drafter alters no text, so its rows need not have the same bits in every batch, nor an input more
+than the 8 bits that the kernel itself rounds it to (FBGEMM's, `quantized::linear_dynamic`): three
+times as fast at one row as `Int8Linear`, which makes integers of its input in operations of its
+own. One scale serves all rows of a call, so several are brought to the same size first: the states
+of a text's first token are a thousand times those of the others in some models.
+
+Where this torch has not that product, `Int8Linear` serves.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+
+from foresay.core.worker import int8_linear
+from foresay.core.worker.int8_linear import WEIGHT_LEVELS, Int8Linear
+from foresay.core.worker.linear import Linear, compute_dtype
+
+if TYPE_CHECKING:
+    from foresay.core.proposer import TargetView
+
+_TINY = 1e-30  # in place of the largest element of a row of zeros
+# From this width on a drafter's weights do not stay in the cache between two steps, so that it
+# gains to read less of them.
+_LEAST_WIDTH = 256
+
+
+def pays_for_drafters(dtype: torch.dtype, device: torch.device, hidden_size: int) -> bool:
+    """Whether a drafter beside a target of this dtype and width is faster in int8.
+
+    On a CPU that computes in float32 and has instructions for integer products. In bfloat16 there
+    are half as many bytes to read, and nothing was measured.
+    """
+    return (
+        device.type == "cpu"
+        and compute_dtype(dtype, device) == torch.float32
+        and hidden_size >= _LEAST_WIDTH
+        and int8_linear.is_available()
+        and int8_linear.input_levels() == WEIGHT_LEVELS
+    )
+
+
+def drafter_linear(target: TargetView) -> type[Linear]:
+    """Return what makes the products of a drafter's own weights beside `target`."""
+    if not target.int8_drafter:
+        return Linear
+    return DynamicInt8Linear if has_dynamic_products() else Int8Linear
+
+
+@functools.cache
+def has_dynamic_products() -> bool:
+    """Whether this torch rounds and multiplies as said above on this CPU: it is tried.
+
+    CPUs without an instruction for it add products in pairs of 16 bits, which overflow.
+    """
+    x = torch.ones(2, 64, dtype=torch.float32)
+    x[1] = -1.0
+    weight = torch.full((32, 64), 0.5, dtype=torch.float32)
+    try:
+        y = DynamicInt8Linear(weight, None, torch.float32)(x)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    return torch.allclose(y, x[:, :32] * 32, rtol=0.01)
+
+
+class DynamicInt8Linear(Linear):
+    """y = x W^T + b with a weight that is rounded to int8 and packed, and rows rounded to 8 bits.
+
+    It stands in for a `Linear`. Its rows' bits depend on the rows beside them.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        *,
+        pack: bool = True,  # noqa: ARG002  # always
+        row_invariant: bool = False,  # noqa: ARG002  # never
+    ) -> None:
+        """Round `weight` [out_features, in_features], on a CPU. `dtype` is x's and y's.
+
+        `pack` and `row_invariant` are a `Linear`'s, and change nothing.
+        """
+        self.dtype = dtype
+        self.compute = torch.float32
+        self.bias = None if bias is None else bias.detach().to(self.compute)
+        self.packed = True
+        self.max_rows = None
+        self.min_rows = 1
+        integers, steps = int8_linear.rounded(weight)
+        zeros = torch.zeros(len(steps), dtype=torch.int64)
+        with warnings.catch_warnings():  # that torch means to drop it: then this is not available
+            warnings.simplefilter("ignore", UserWarning)
+            quantised = torch._make_per_channel_quantized_tensor(integers, steps, zeros, 0)
+            self._packed = torch.ops.quantized.linear_prepack(quantised, None)
+        self._run = torch.ops.quantized.linear_dynamic.default
+
+    def rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the weight's rows `ids` [n], as rounded, and of the bias, in x's dtype."""
+        weight, _ = torch.ops.quantized.linear_unpack(self._packed)
+        bias = None if self.bias is None else self.bias[ids].to(self.dtype)
+        return weight.dequantize()[ids].to(self.dtype), bias
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return residual + y, [num_rows, out_features]."""
+        return self(x).add_(residual)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 1:
+            y: torch.Tensor = self._run(x, self._packed, False)
+        else:
+            largest = torch.amax(x.abs(), dim=1, keepdim=True).clamp_min_(_TINY)
+            y = self._run(x / largest, self._packed, False).mul_(largest)
+        return y if self.bias is None else y.add_(self.bias)
