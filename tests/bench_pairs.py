@@ -6,8 +6,9 @@ usage: python tests/bench_pairs.py --proposers ngram,suffix,eagle,ngram+eagle [-
            [--max-tokens 64] [--prompt-cap N] [--pairs 9] [--no-adaptive] [--json OUT]
 
 Every proposer has an engine of its own, all loaded at once, with the same limits and no prefix
-cache. In a round each of them, plain decoding among them, answers all prompts of a condition; the
-order changes with every round. A pair is a proposer and the plain run of the same round:
+cache. In a round each of them, plain decoding among them, answers all prompts of a condition,
+taking turns call by call in an order that changes with every call. A pair is a proposer and the
+plain run of the same round:
 
     batch1   greedy, one prompt after another: a row for each task, and one for all
     batch8   greedy, 8 prompts of all tasks together; batch32 likewise
@@ -182,6 +183,14 @@ class Answers(NamedTuple):
     first_tokens: list[float]  # seconds, of each prompt
     token_ids: dict[str, list[int]]  # by prompt
 
+    def joined(self, other: Answers) -> Answers:
+        """Return these and others."""
+        return Answers(
+            self.seconds + other.seconds,
+            self.first_tokens + other.first_tokens,
+            self.token_ids | other.token_ids,
+        )
+
 
 Round = dict[str, dict[str, Answers]]  # by workload, then by proposer
 
@@ -300,23 +309,34 @@ def open_engine(
     )
 
 
-def answer(llm: LLM, workload: Workload, name: str) -> Answers:
-    """Answer a workload, call by call."""
-    seconds, first_tokens, token_ids = 0.0, [], {}
-    for call in workload.calls:
-        start = time.perf_counter()
-        outputs = llm.generate(
-            [prompt.token_ids for prompt in call], [prompt.params for prompt in call]
-        )
-        seconds += time.perf_counter() - start
-        for prompt, output in zip(call, outputs, strict=True):
-            (only,) = output.outputs
-            if only.finish_reason == "error":
-                raise EngineError(f"{name}, prompt {prompt.id!r}: {only.stop_reason}")
-            assert output.stats.time_to_first_token is not None
-            first_tokens.append(output.stats.time_to_first_token)
-            token_ids[prompt.id] = only.token_ids
+def answer(llm: LLM, call: Sequence[Prompt], name: str) -> Answers:
+    """Answer prompts together."""
+    first_tokens, token_ids = [], {}
+    start = time.perf_counter()
+    outputs = llm.generate(
+        [prompt.token_ids for prompt in call], [prompt.params for prompt in call]
+    )
+    seconds = time.perf_counter() - start
+    for prompt, output in zip(call, outputs, strict=True):
+        (only,) = output.outputs
+        if only.finish_reason == "error":
+            raise EngineError(f"{name}, prompt {prompt.id!r}: {only.stop_reason}")
+        assert output.stats.time_to_first_token is not None
+        first_tokens.append(output.stats.time_to_first_token)
+        token_ids[prompt.id] = only.token_ids
     return Answers(seconds, first_tokens, token_ids)
+
+
+def answer_in_turn(engines: Mapping[str, LLM], workload: Workload, turn: int) -> dict[str, Answers]:
+    """Have every engine answer a workload, taking turns call by call.
+
+    So what the machine does meanwhile, for longer than a few calls, is shared by all.
+    """
+    done = {name: Answers(0.0, [], {}) for name in engines}
+    for number, call in enumerate(workload.calls):
+        for name in in_turn(list(engines), turn + number):
+            done[name] = done[name].joined(answer(engines[name], call, name))
+    return done
 
 
 def in_turn(names: Sequence[str], turn: int) -> list[str]:
@@ -339,16 +359,13 @@ def measure(
             prompt._replace(params=prompt.params.model_copy(update={"max_tokens": WARM_UP_TOKENS}))
             for prompt in first.calls[0]
         ]
-        answer(llm, Workload(first.name, [call]), name)
+        answer(llm, call, name)
     rounds = []
     start = time.perf_counter()
     for number in range(num_rounds):
         done: Round = {}
         for index, workload in enumerate(workloads(number)):
-            done[workload.name] = {
-                name: answer(engines[name], workload, name)
-                for name in in_turn(list(engines), number + index)
-            }
+            done[workload.name] = answer_in_turn(engines, workload, number + index)
         rounds.append(done)
         left = (time.perf_counter() - start) / len(rounds) * (num_rounds - len(rounds))
         note(f"{condition}: round {number + 1} of {num_rounds}, {left / 60:.1f} min left of it")
