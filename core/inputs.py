@@ -108,7 +108,7 @@ class InputProcessor:
 
         Text is tokenized as transformers does it, with the tokenizer's own special tokens.
         """
-        given: Any = _to_list(prompts)
+        given = _to_lists(prompts)
         if isinstance(given, str) or _are_ids(given):
             given = [given]
         if not isinstance(given, Sequence):
@@ -126,9 +126,7 @@ class InputProcessor:
 
         Unlike a prompt, a text may fill the model to its limit.
         """
-        given: Any = _to_list(token_ids)
-        if isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
-            given = [_to_list(item) for item in given]
+        given = _to_lists(token_ids)
         is_one = _are_ids(given)
         texts = [given] if is_one else given
         if not isinstance(texts, Sequence) or not all(map(_are_ids, texts)):
@@ -264,7 +262,6 @@ class InputProcessor:
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
     def _tokenize(self, prompt: Any, where: str) -> list[int]:
-        prompt = _to_list(prompt)
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(
@@ -394,6 +391,14 @@ def check_text(text: str, where: str) -> None:
 
 def _distinct(token_ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
     return None if token_ids is None else tuple(sorted(set(token_ids)))
+
+
+def _to_lists(value: Any) -> Any:
+    """Return a value, and what it holds, as lists where they can be."""
+    value = _to_list(value)
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [_to_list(item) for item in value]
+    return value
 
 
 def _to_list(value: Any) -> Any:

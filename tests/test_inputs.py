@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fake_engine import ALPHABET, BOS, EOS, VOCAB_SIZE, CharTokenizer, fake_llm, ids, params
 
 from foresay import SamplingParams
@@ -27,9 +28,15 @@ from foresay.core.llm import LLM
         (["hi", [7, 8]], [[BOS, *ids("hi")], [7, 8]]),
         (SimpleNamespace(tolist=lambda: [7, 8]), [[7, 8]]),
         ([SimpleNamespace(tolist=lambda: [7, 8]), "a"], [[7, 8], [BOS, *ids("a")]]),
+        ([torch.tensor([7, 8]), torch.tensor([9])], [[7, 8], [9]]),
+        ([torch.tensor([9])], [[9]]),
+        (torch.tensor([[7, 8], [9, 10]]), [[7, 8], [9, 10]]),
         ([], []),
     ],
-    ids=["text", "texts", "token-ids", "tuple", "lists", "mixed", "array", "arrays", "none"],
+    ids=[
+        *("text", "texts", "token-ids", "tuple", "lists", "mixed", "array", "arrays"),
+        *("tensors", "tensor-of-one", "matrix", "none"),
+    ],
 )
 def test_a_prompt_is_text_or_token_ids(prompts: Any, expected: list[list[int]]) -> None:
     outputs = fake_llm().generate(prompts, params(1))
