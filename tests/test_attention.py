@@ -161,6 +161,53 @@ def test_ragged_steps_equal_a_plain_softmax(
             at += end - start
 
 
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "value_dim", "width"),
+    [
+        pytest.param(6, 2, 8, 8, 6 * 8 + 4 * 8, id="whole heads beside"),
+        pytest.param(4, 2, 12, 8, 4 * 12 + 2 * 20, id="part of a head beside"),
+        pytest.param(1, 1, 8, 8, 13, id="one head"),
+        pytest.param(4, 4, 8, 8, 32, id="nothing beside"),
+    ],
+)
+@pytest.mark.parametrize("parts", [[(0, 1)], [(5, 9)], [(0, 40)], [(7, 8), (0, 5), (3, 39)]])
+def test_queries_may_be_a_slice_of_something_wider(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    width: int,
+    parts: list[tuple[int, int]],
+) -> None:
+    """As of a fused projection, whatever lies behind them in a row."""
+    shape = (num_heads, num_kv_heads, head_dim, value_dim)
+    rng = np.random.default_rng(0)
+    slots, num_blocks = place(rng, 4, *[end for _, end in parts])
+    num_tokens = sum(end - start for start, end in parts)
+    wide = torch.from_numpy(rng.standard_normal((num_tokens, 3 + width))).float()
+    query = wide[:, 3 : 3 + num_heads * head_dim].unflatten(1, (num_heads, head_dim))
+    key, value = (
+        torch.from_numpy(rng.standard_normal((num_tokens, num_kv_heads, dim))).float()
+        for dim in (head_dim, value_dim)
+    )
+    found = []
+    for each in (query, query.contiguous()):
+        cache = KVCache(
+            [LayerKV(num_kv_heads, head_dim, value_dim)], num_blocks, 4, torch.float32, CPU
+        )
+        metadata = AttentionMetadata.build(
+            [np.arange(start, end) for start, end in parts],
+            slots,
+            np.concatenate([each[start:] for each, (start, _) in zip(slots, parts, strict=True)]),
+            cache.null_slot,
+            rules_for(shape),
+            CPU,
+        )
+        found.append(paged_attention(each, key, value, cache.layers[0], metadata, scale=0.3))
+    assert found[0].shape == (num_tokens, num_heads, value_dim)
+    assert torch.equal(*found)
+
+
 def test_a_rejected_run_is_written_over() -> None:
     shape = (4, 2, 16, 16)
     rng = np.random.default_rng(3)

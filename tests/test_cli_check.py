@@ -321,6 +321,10 @@ def test_a_drafter_that_does_not_load_for_the_model_is_bad_and_compared_all_the_
     assert "error:" not in err
     code, row = row_of(check, drafter(**fields))
     assert (code, row["good"], row["run"]) == (1, False, None)
+    if "taps" in fields:  # what is asked of a head's weights is not asked of the model alone
+        code, out, err = check(drafter(**fields), "--drafter-quantization", "int8")
+        assert (code, "error:" in err) == (1, False)
+        assert reason in out
 
 
 def test_a_model_that_does_not_load_is_no_fault_of_the_drafter(

@@ -125,7 +125,7 @@ def threads(number: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("build", MODELS.values(), ids=list(MODELS))
 def test_ragged_chunks_give_transformers_logits(build: Callable[[], Any]) -> None:
-    """In float32 as near to float64 as transformers' own float32, but for other roundings."""
+    """Within twice the error that transformers' own float32 has beside its float64."""
     model = build()
     assert FastDecoder.supports(model.config) is None
     a, b, c = Text(70, 1), Text(45, 2), Text(9, 3)

@@ -121,7 +121,7 @@ def test_a_copy_holds_what_gathering_gives(max_columns: int, dtype: torch.dtype)
             num_stale += len(plans[-1].columns)
             num_columns += key_slots.size
         stored = write(cache, written)
-        num_direct += sum(plan.lacks_written_only and len(plan.columns) > 0 for plan in plans)
+        num_direct += sum(plan.only_written and len(plan.columns) > 0 for plan in plans)
         if chance.random() < 0.1:
             continue  # the forward failed before it attended
         layers = [0] if chance.random() < 0.1 else [0, 1]  # or between two layers

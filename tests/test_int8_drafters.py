@@ -12,6 +12,7 @@ import mtp_checkpoints
 import pytest
 import tiny_models
 import torch
+from tiny_chat import save_chat_model
 
 from foresay import LLM, SamplingParams
 from foresay.cli import main
@@ -168,6 +169,38 @@ def test_products_are_those_of_the_rounded_weight_and_rounded_rows(
             assert ((y.double() - whole).abs() <= 1.01 * most + rounding * size).all()
 
 
+@pytest.mark.parametrize("size", [1e-5, 1e-3, 1.0, 1e6])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_rows_of_any_size_keep_their_digits(num_rows: int, size: float) -> None:
+    if not has_dynamic_products():
+        pytest.skip("this torch has no products that round their input, or this CPU overflows")
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 256, generator=generator)
+    x = torch.randn(num_rows, 256, generator=generator)
+    ours = DynamicInt8Linear(weight, None, torch.float32)
+    exact = x @ weight.T
+    assert (ours(x * size) / size - exact).norm() <= 0.02 * exact.norm()
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("row", [0, 1, 2])
+@pytest.mark.parametrize("column", [0, 5])
+def test_what_is_no_number_fails_nobody_and_alters_no_other_row(
+    wrong: float, row: int, column: int
+) -> None:
+    if not has_dynamic_products():
+        pytest.skip("this torch has no products that round their input, or this CPU overflows")
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 256, generator=generator)
+    x = torch.randn(3, 256, generator=generator)
+    exact = x @ weight.T
+    x[row, column] = wrong
+    ours = DynamicInt8Linear(weight, None, torch.float32)
+    others = [each for each in range(3) if each != row]
+    assert (ours(x)[others] - exact[others]).norm() <= 0.02 * exact.norm()
+    assert ours(x[row : row + 1]).shape == (1, 64)
+
+
 def test_where_it_cannot_be_had_it_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,7 +235,30 @@ def test_the_line_at_the_start_says_so(tmp_path: Path) -> None:
         assert "int8" not in llm.summary
 
 
-@pytest.mark.parametrize("command", ["run", "chat", "bench", "doctor"])
+@pytest.mark.parametrize("command", ["bench", "doctor"])
+def test_plain_decoding_beside_it_is_not_asked_for_a_head(
+    command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if not int8_linear.is_available():
+        pytest.skip("this torch has no integer products")
+    model = save_chat_model(tmp_path / "model")
+    head = save_drafter("eagle", None, tmp_path / "head")
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"id": "a", "task": "t", "turns": ["Hello"]}\n', encoding="utf-8")
+    asked = ["--model", str(model), "--data", str(data), "--drafter-quantization", "int8"]
+    own = {
+        "bench": ["--proposers", "none,eagle", "--drafter", f"eagle={head}", "--repeats", "1"],
+        "doctor": ["--proposer", "eagle", "--drafter", str(head), "--pairs", "1"],
+    }
+    code = main([command, *asked, *own[command], "--max-tokens", "12"])
+    out, err = capfd.readouterr()
+    assert code == 0, err
+    assert "heads in int8" in err
+    assert "error" not in err
+    assert out
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "bench", "doctor", "check"])
 def test_the_commands_pass_their_options_on(
     command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,14 +273,15 @@ def test_the_commands_pass_their_options_on(
     arguments = [command, "--model", "smollm2", "--proposer", "eagle"]
     if command == "bench":
         arguments[3:] = ["--proposers", "eagle"]
+    if command == "check":
+        arguments[1:] = ["smollm2-eagle", *arguments[1:]]
     if command == "run":
         arguments.append("hello")
     flags = ["--drafter-quantization", "int8", "--quantization", "int8"]
-    if command != "doctor":
-        flags.append("--enforce-eager")
+    flags.append("--enforce-eager")
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main([*arguments, *flags]) == 2
     assert "enough was seen" in capfd.readouterr().err
     assert asked[0]["drafter_quantization"] == "int8"
     assert asked[0]["quantization"] == "int8"
-    assert command == "doctor" or asked[0]["enforce_eager"] is True
+    assert asked[0]["enforce_eager"] is True

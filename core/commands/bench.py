@@ -134,7 +134,7 @@ def bench(
                     dtype=dtype,
                     device=device,
                     quantization=quantization,
-                    drafter_quantization=drafter_quantization,
+                    drafter_quantization="auto" if name == PLAIN else drafter_quantization,
                     enforce_eager=enforce_eager,
                     max_num_seqs=batch_size,
                     max_num_batched_tokens=max(2048, _ROWS_PER_PROMPT * batch_size),

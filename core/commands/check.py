@@ -94,6 +94,9 @@ def check(
     seed: options.Seed = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    quantization: options.Quantization = "auto",
+    drafter_quantization: options.DrafterQuantization = "auto",
+    enforce_eager: options.EnforceEager = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
     """Say whether a drafter is right for a model: compare the two, run it, and judge.
@@ -110,7 +113,13 @@ def check(
     plugins: PluginManager = context.obj
     name, what = find_proposer(drafter, proposer, plugins)
     is_inside = lies_inside(drafter, name, model, plugins)
-    engine = {"dtype": dtype, "device": device}
+    engine = {
+        "dtype": dtype,
+        "device": device,
+        "quantization": quantization,
+        "drafter_quantization": drafter_quantization,
+        "enforce_eager": enforce_eager,
+    }
     own = _in_chains(settings, name, plugins)
     subject = _Subject(drafter, name, what, is_inside, model, k, own, engine, plugins)
     choice = _choose(subject)
@@ -223,18 +232,19 @@ def _load_and_run(
 
 
 def _open(subject: _Subject, *, proposer: str) -> LLM:
-    own: dict[str, Any] = {}
-    if proposer != "none":
+    engine = dict(subject.engine)
+    if proposer == "none":
+        engine["drafter_quantization"] = "auto"
+    else:
         drafter = None if subject.given is None else [subject.given]
-        own = {"drafter": drafter, "k": subject.k, "settings": subject.settings}
+        engine |= {"drafter": drafter, "k": subject.k, "settings": subject.settings}
     return options.open_llm(
         subject.model,
         plugins=subject.plugins,
         proposer=proposer,
         max_num_seqs=1,
         adaptive=False,  # it is to be seen all the time
-        **own,
-        **subject.engine,
+        **engine,
     )
 
 

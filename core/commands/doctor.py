@@ -125,6 +125,7 @@ def doctor(
     device: options.Device = "auto",
     quantization: options.Quantization = "auto",
     drafter_quantization: options.DrafterQuantization = "auto",
+    enforce_eager: options.EnforceEager = False,
     out: Annotated[
         str | None,
         typer.Option("--json", metavar="OUT", help="Write all of it to a file; '-': to stdout."),
@@ -157,6 +158,7 @@ def doctor(
         device=device,
         quantization=quantization,
         drafter_quantization=drafter_quantization,
+        enforce_eager=enforce_eager,
         max_num_seqs=batch_size,
         max_num_batched_tokens=max(2048, (_ROWS_PER_PROMPT + (k or 0)) * batch_size),
         enable_prefix_caching=False,  # every call computes its prompts
@@ -190,7 +192,11 @@ def doctor(
                 own["max_model_len"] = max_model_len  # less room would cut some texts only
                 engines = {
                     "plain": stack.enter_context(
-                        open_engine(proposer="none", max_model_len=max_model_len)
+                        open_engine(
+                            proposer="none",
+                            drafter_quantization="auto",
+                            max_model_len=max_model_len,
+                        )
                     ),
                     "own": stack.enter_context(open_engine(**own)),
                 }

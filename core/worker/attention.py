@@ -51,24 +51,26 @@ def paged_attention(
         )  # fmt: skip
         if done is not None:
             return done
+    dtype, compute = query.dtype, metadata.rules.compute_dtype
+    if compute is not None:
+        query = query.to(compute)
     if len(metadata.groups) == 1:
-        return _attend(query, cache, written, metadata.groups[0], metadata.rules, scale,
-                       sliding_window, softcap, sinks)  # fmt: skip
+        out = _attend(query, cache, written, metadata.groups[0], scale, sliding_window, softcap,
+                      sinks)  # fmt: skip
+        return out.to(dtype)
     out = query.new_empty(query.shape[0], query.shape[1], cache.value_dim)
     for group in metadata.groups:
-        rows = _attend(query, cache, written, group, metadata.rules, scale, sliding_window,
-                       softcap, sinks)  # fmt: skip
+        rows = _attend(query, cache, written, group, scale, sliding_window, softcap, sinks)
         assert group.tokens is not None  # only a single group holds all tokens
         out.index_copy_(0, group.tokens, rows)
-    return out
+    return out.to(dtype)
 
 
 def _attend(
-    query: torch.Tensor,
+    query: torch.Tensor,  # in the dtype to compute in
     cache: LayerCache,
     written: torch.Tensor,  # [num_tokens, width] what was stored
     group: Group,
-    rules: AttentionRules,
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -77,10 +79,7 @@ def _attend(
     """Attend for one group; returns [n, num_heads, value_dim], its real rows in order."""
     num_heads, num_kv_heads, value_dim = query.shape[1], cache.num_kv_heads, cache.value_dim
     fold = num_heads // num_kv_heads
-    dtype = query.dtype
-    compute = dtype if rules.compute_dtype is None else rules.compute_dtype
-    if compute != dtype:
-        query = query.to(compute)
+    compute = query.dtype
     if group.dense is not None:
         keys, values = cache.dense(group.dense, compute, written)
     else:
@@ -107,7 +106,7 @@ def _attend(
         out = out.transpose(1, 2).reshape(-1, num_heads, value_dim)
         if group.taken is not None:
             out = out.index_select(0, group.taken)
-    return out if compute == dtype else out.to(dtype)
+    return out
 
 
 def _eager(

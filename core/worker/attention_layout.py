@@ -75,7 +75,8 @@ class Group:
     hidden: torch.Tensor | None = None  # [B, Q, K] bool; None: keys ahead of a row are
     key_positions: torch.Tensor | None = None  # [B, K]; None: the number of the column
     masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
-    _folds: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+    _folds: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
+    _unfolds: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     def folded(self, query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
         """Return the rows' queries with the heads of a key head side by side, padding included.
@@ -106,10 +107,10 @@ class Group:
         """Return the real rows of [B, Hkv, Q * fold, Dv] in order: [n, num_heads, Dv]."""
         num_kv_heads, value_dim = out.shape[1], out.shape[3]
         key = (num_kv_heads, num_heads)
-        if key not in self._folds:
-            self._folds[key] = self._unfold(*key)
+        if key not in self._unfolds:
+            self._unfolds[key] = self._unfold(*key)
         heads = out.transpose(1, 2).reshape(-1, value_dim)  # [B, Q, fold, Hkv], as they lie
-        return heads.index_select(0, self._folds[key]).view(-1, num_heads, value_dim)
+        return heads.index_select(0, self._unfolds[key]).view(-1, num_heads, value_dim)
 
     def _unfold(self, num_kv_heads: int, num_heads: int) -> torch.Tensor:
         """Return where each head of the real rows lies among [B, Q, fold, Hkv], flat."""

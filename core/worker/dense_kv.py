@@ -62,7 +62,7 @@ class DensePlan:
     previous: int  # the plan before; a layer that followed it lacks `columns` only
     columns: torch.Tensor  # [n] of all rows and columns, those that hold something else by now
     slots: torch.Tensor  # [n] what they are to hold
-    lacks_written_only: bool  # whether these are the step's rows, in their order
+    only_written: bool  # whether `slots` are those of the step's first rows, in their order
     key_slots: np.ndarray  # [B, K]
     of: _Copy
 
@@ -153,7 +153,7 @@ class DenseCopies:
             previous=previous,
             columns=torch.from_numpy(row * copy.stamps.shape[1] + column),
             slots=torch.from_numpy(slots),
-            lacks_written_only=np.array_equal(slots, self._written),
+            only_written=np.array_equal(slots, self._written[: len(slots)]),
             key_slots=key_slots,
             of=copy,
         )

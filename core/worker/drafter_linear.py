@@ -1,10 +1,14 @@
 """Matrix products of a drafter's own weights: in int8 where that pays. Knows nothing of models.
 
 A drafter alters no text, so its rows need not have the same bits in every batch, nor an input more
-than the 8 bits that the kernel itself rounds it to (FBGEMM's, `quantized::linear_dynamic`): three
-times as fast at one row as `Int8Linear`, which makes integers of its input in operations of its
-own. One scale serves all rows of a call, so several are brought to the same size first: the states
-of a text's first token are a thousand times those of the others in some models.
+than the 8 bits that the kernel itself rounds it to (FBGEMM's, `quantized::linear_dynamic`). That
+product is three times as fast at one row as `Int8Linear`, which makes integers of its input in
+operations of its own.
+
+The kernel has one scale for all rows of a call, and none so small that numbers of 1e-5 would be
+seen. So several rows are brought to the same size first: the states of a text's first token are a
+thousand times those of the others in some models. And all that is rounded is multiplied by a power
+of two, by which the products are divided.
 
 Where this torch has not that product, `Int8Linear` serves.
 """
@@ -18,13 +22,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from foresay.core.worker import int8_linear
-from foresay.core.worker.int8_linear import WEIGHT_LEVELS, Int8Linear
+from foresay.core.worker.int8_linear import TINY, WEIGHT_LEVELS, Int8Linear
 from foresay.core.worker.linear import Linear, compute_dtype
 
 if TYPE_CHECKING:
     from foresay.core.proposer import TargetView
 
-_TINY = 1e-30  # in place of the largest element of a row of zeros
+# What is rounded is multiplied by it. The kernel's least step is 6e-5, of 255: from here on a row
+# has all its digits down to a largest element of 2e-6.
+_UP = 2.0**12
 # From this width on a drafter's weights do not stay in the cache between two steps, so that it
 # gains to read less of them.
 _LEAST_WIDTH = 256
@@ -97,7 +103,7 @@ class DynamicInt8Linear(Linear):
         zeros = torch.zeros(len(steps), dtype=torch.int64)
         with warnings.catch_warnings():  # that torch means to drop it: then this is not available
             warnings.simplefilter("ignore", UserWarning)
-            quantised = torch._make_per_channel_quantized_tensor(integers, steps, zeros, 0)
+            quantised = torch._make_per_channel_quantized_tensor(integers, steps / _UP, zeros, 0)
             self._packed = torch.ops.quantized.linear_prepack(quantised, None)
         self._run = torch.ops.quantized.linear_dynamic.default
 
@@ -105,16 +111,19 @@ class DynamicInt8Linear(Linear):
         """Return the weight's rows `ids` [n], as rounded, and of the bias, in x's dtype."""
         weight, _ = torch.ops.quantized.linear_unpack(self._packed)
         bias = None if self.bias is None else self.bias[ids].to(self.dtype)
-        return weight.dequantize()[ids].to(self.dtype), bias
+        return (weight.dequantize()[ids] * _UP).to(self.dtype), bias
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return residual + y, [num_rows, out_features]."""
         return self(x).add_(residual)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
+        # NaN and infinities, of a request that fails, are not for the kernel: it may raise, or
+        # round all other rows by them.
         if x.shape[0] == 1:
-            y: torch.Tensor = self._run(x, self._packed, False)
+            y: torch.Tensor = self._run((x * _UP).nan_to_num_(0.0), self._packed, False)
         else:
-            largest = torch.amax(x.abs(), dim=1, keepdim=True).clamp_min_(_TINY)
-            y = self._run(x / largest, self._packed, False).mul_(largest)
+            largest = torch.amax(x.abs(), dim=1, keepdim=True).clamp_min_(TINY)
+            scaled = (x / (largest / _UP)).nan_to_num_(0.0)
+            y = self._run(scaled, self._packed, False).mul_(largest)
         return y if self.bias is None else y.add_(self.bias)

@@ -23,7 +23,7 @@ from foresay.core.worker.linear import Linear
 WEIGHT_LEVELS = 127
 # Rows of a weight that are rounded together, so that little memory is needed besides.
 _CHUNK = 4096
-_TINY = 1e-30  # in place of the largest element of a row of zeros
+TINY = 1e-30  # in place of the largest element of a row of zeros
 
 
 def is_available() -> bool:
@@ -64,7 +64,7 @@ def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     for part, into, step in parts:
         part = part.to(torch.float32)
         torch.amax(part.abs(), dim=1, out=step)
-        step.clamp_min_(_TINY)
+        step.clamp_min_(TINY)
         into.copy_((part * (WEIGHT_LEVELS / step)[:, None]).round_())
         step.div_(WEIGHT_LEVELS)
     return integers, steps
@@ -117,7 +117,7 @@ class Int8Linear(Linear):
         # Each operation is rounded by itself: a fused one may round otherwise in the tail of a
         # vector loop, which lies elsewhere with other rows beside.
         num_rows = x.shape[0]
-        largest = torch.amax(x.abs(), dim=1, keepdim=True).clamp_min_(_TINY)
+        largest = torch.amax(x.abs(), dim=1, keepdim=True).clamp_min_(TINY)
         scaled = x * (self._levels / largest)
         both = x.new_empty(2 * num_rows, x.shape[1])
         coarse, fine = both[:num_rows], both[num_rows:]

@@ -103,8 +103,10 @@ class LayerCache:
         if missed:
             columns, slots = plan.everything()
         if columns.shape[0]:
-            stored = plan.lacks_written_only and not missed
-            new = written if stored else self.slots.index_select(0, slots)
+            if plan.only_written and not missed:
+                new = written[: len(columns)]
+            else:
+                new = self.slots.index_select(0, slots)
             rows.index_copy_(0, columns, new if new.dtype == dtype else new.to(dtype))
         self._dense[plan.copy] = rows, plan.number
         num_requests, num_keys = plan.key_slots.shape
