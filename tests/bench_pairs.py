@@ -454,8 +454,7 @@ def estimate(llm: LLM, source: Source, todo: Sequence[Phase], num_rounds: int) -
     spent = []
     for max_tokens in (1, 1, 17):  # the first run of a kernel is slower than all others
         params = prompt.params.model_copy(update={"max_tokens": max_tokens, "ignore_eos": True})
-        probe = Workload("probe", [[prompt._replace(params=params)]])
-        spent.append(answer(llm, probe, PLAIN).seconds)
+        spent.append(answer(llm, [prompt._replace(params=params)], PLAIN).seconds)
     prompt_token, step = spent[1] / len(prompt.token_ids), (spent[2] - spent[1]) / 16
     total = 0.0
     for phase in todo:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import bench_pairs
 import pytest
+from fake_engine import fake_llm
 from scipy.stats import binom
 
 
@@ -80,6 +82,42 @@ def test_every_proposer_is_first_as_often_as_last() -> None:
         for name in names:
             assert sum(order[0] == name for order in orders) == 4
             assert sum(order[-1] == name for order in orders) == 4
+
+
+def test_engines_take_turns_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def answer(llm: str, call: list[str], name: str) -> bench_pairs.Answers:
+        assert llm == f"engine {name}"
+        asked.append((name, *call))
+        return bench_pairs.Answers(len(asked), [0.5 * len(asked)], {call[0]: [len(asked)]})
+
+    monkeypatch.setattr(bench_pairs, "answer", answer)
+    workload: Any = bench_pairs.Workload("mixed", [["a"], ["b"], ["c"]])  # type: ignore[list-item]
+    engines: Any = {"none": "engine none", "ngram": "engine ngram"}
+    found = bench_pairs.answer_in_turn(engines, workload, 1)
+    assert [call for _, call in asked] == list("aabbcc")
+    firsts = [name for name, _ in asked[::2]]
+    assert firsts == [bench_pairs.in_turn(list(engines), turn)[0] for turn in (1, 2, 3)]
+    assert set(firsts) == set(engines)
+    assert sum(answers.seconds for answers in found.values()) == 1 + 2 + 3 + 4 + 5 + 6
+    for name, answers in found.items():
+        mine = [place + 1 for place, (who, _) in enumerate(asked) if who == name]
+        assert answers.seconds == sum(mine)
+        assert answers.first_tokens == [0.5 * place for place in mine]
+        assert list(answers.token_ids.values()) == [[place] for place in mine]
+
+
+def test_the_estimate_is_of_all_calls_of_all_engines() -> None:
+    prompts = {"t": [("a", [5] * 10), ("b", [6] * 10)]}
+    source = bench_pairs.Source(prompts, 300, limit=2, max_tokens=8, prompt_cap=None)
+    llm = fake_llm()
+    one, two = (
+        bench_pairs.phases(["batch1"], names) for names in (["ngram"], ["ngram", "suffix", "x"])
+    )
+    assert bench_pairs.estimate(llm, source, one, 3) > 0
+    assert bench_pairs.estimate(llm, source, [], 3) == 0
+    assert [len(phase.names) for phase in (*one, *two)] == [1, 3]
 
 
 def test_a_prompt_with_other_ids_than_plain_decodings_is_named() -> None:
