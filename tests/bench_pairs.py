@@ -455,7 +455,7 @@ def estimate(llm: LLM, source: Source, todo: Sequence[Phase], num_rounds: int) -
     for max_tokens in (1, 1, 17):  # the first run of a kernel is slower than all others
         params = prompt.params.model_copy(update={"max_tokens": max_tokens, "ignore_eos": True})
         spent.append(answer(llm, [prompt._replace(params=params)], PLAIN).seconds)
-    prompt_token, step = spent[1] / len(prompt.token_ids), (spent[2] - spent[1]) / 16
+    prompt_token, step = spent[1] / len(prompt.token_ids), max(0.0, spent[2] - spent[1]) / 16
     total = 0.0
     for phase in todo:
         calls = [call for work in source.workloads(phase.conditions[0], 0) for call in work.calls]

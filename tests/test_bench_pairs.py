@@ -7,7 +7,6 @@ from typing import Any
 
 import bench_pairs
 import pytest
-from fake_engine import fake_llm
 from scipy.stats import binom
 
 
@@ -108,16 +107,19 @@ def test_engines_take_turns_call_by_call(monkeypatch: pytest.MonkeyPatch) -> Non
         assert list(answers.token_ids.values()) == [[place] for place in mine]
 
 
-def test_the_estimate_is_of_all_calls_of_all_engines() -> None:
-    prompts = {"t": [("a", [5] * 10), ("b", [6] * 10)]}
-    source = bench_pairs.Source(prompts, 300, limit=2, max_tokens=8, prompt_cap=None)
-    llm = fake_llm()
-    one, two = (
-        bench_pairs.phases(["batch1"], names) for names in (["ngram"], ["ngram", "suffix", "x"])
+def test_the_estimate_is_of_all_calls_of_all_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([9.0, 1.28, 2.88] * 2)  # 10 ms a token of 128, 100 ms a step
+    monkeypatch.setattr(
+        bench_pairs,
+        "answer",
+        lambda llm, call, name: bench_pairs.Answers(next(seconds), [], {}),
     )
-    assert bench_pairs.estimate(llm, source, one, 3) > 0
-    assert bench_pairs.estimate(llm, source, [], 3) == 0
-    assert [len(phase.names) for phase in (*one, *two)] == [1, 3]
+    prompts = {"t": [("a", [5] * 10), ("b", [6] * 20), ("c", [7] * 40)]}
+    source = bench_pairs.Source(prompts, 300, limit=2, max_tokens=8, prompt_cap=None)
+    for names in (["ngram"], ["ngram", "suffix", "eagle"]):
+        todo = bench_pairs.phases(["batch1"], names)
+        found = bench_pairs.estimate(None, source, todo, 3)  # type: ignore[arg-type]
+        assert found == pytest.approx(3 * (1 + len(names)) * (0.3 + 2 * 0.8))
 
 
 def test_a_prompt_with_other_ids_than_plain_decodings_is_named() -> None:

@@ -119,7 +119,7 @@ class DynamicInt8Linear(Linear):
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         # NaN and infinities, of a request that fails, are not for the kernel: it may raise, or
-        # round all other rows by them.
+        # round all other rows by them. What comes of such a row itself is anything.
         if x.shape[0] == 1:
             y: torch.Tensor = self._run((x * _UP).nan_to_num_(0.0), self._packed, False)
         else:
