@@ -15,8 +15,8 @@ class RMSNorm:
         """Take a copy of `weight` [width], in the dtype and on the device that x will have."""
         self.weight = weight.detach().clone()
         self.eps = eps
-        # On a CPU torch composes the norm of eight operations, and behind a matrix product each
-        # costs a few microseconds. These are six, the width being in the weight and in eps. Each is
+        # On a CPU torch composes the norm of more operations than these, and behind a matrix
+        # product each costs a few microseconds. The width is in the weight and in eps. Each is
         # rounded by itself: `hypot`, say, is computed otherwise in the tail of a vector loop, and
         # rows would no longer be equal to the bit.
         self._composed = weight.device.type == "cpu" and weight.dtype == torch.float32
