@@ -33,13 +33,29 @@ def test_a_tree_counts_by_rank_and_each_for_itself() -> None:
     assert offer.empty == pytest.approx(0.25, abs=0.01)
 
 
-def test_what_a_tree_was_not_allowed_says_nothing_of_later_ranks() -> None:
+def test_of_a_rank_that_was_not_allowed_the_one_before_tells() -> None:
     acceptance = of_all(3, is_tree=True)
-    before = acceptance.rates().accepted[2]
+    assert acceptance.rates().accepted[2] < 0.3
     for _ in range(100):
         acceptance.add(2, 2, [0, 1])
     assert acceptance.rates().accepted[0] > 0.95
-    assert acceptance.rates().accepted[2] == pytest.approx(before)
+    assert 0.6 < acceptance.rates().accepted[2] < 0.8
+
+
+def test_of_a_rank_that_was_allowed_when_all_went_badly_the_one_before_tells_too() -> None:
+    bad, both = of_all(4, is_tree=True), of_all(4, is_tree=True)
+    for _ in range(10):
+        bad.add(4, 4, ())
+        both.add(4, 4, ())
+    for _ in range(30):
+        both.add(2, 2, [0, 1])
+    assert bad.rates().accepted[2] < 0.05
+    assert both.rates().accepted[1] == pytest.approx(3 / 4, abs=0.05)
+    # It is 0 of 10 drafts by its own count. No node before it was ever accepted in these.
+    assert both.rates().accepted[2] > 0.4
+    for _ in range(30):
+        both.add(4, 4, [0, 1])
+    assert both.rates().accepted[2] < 0.1
 
 
 def test_the_first_guess_of_a_tree_falls_and_is_worth_a_try() -> None:

@@ -8,7 +8,9 @@ and that it is there *and accepted*, given that the one before was.
 
 **Of a tree**, whose nodes are listed from the best one down, there are two for each rank: that
 there is a node, and that there is one which lies on the accepted path. Both are unconditional:
-which node hangs on which differs from one tree to the next, its rank says what it is worth.
+which node hangs on which differs from one tree to the next, its rank says what it is worth. But
+of a rank that was seldom allowed, the one before says more than its own few drafts, which may have
+been made when all went badly: so how rates fall from rank to rank is counted as well.
 """
 
 from __future__ import annotations
@@ -179,7 +181,11 @@ class ChainAcceptance(_Fading):
 
 
 class TreeAcceptance(_Fading):
-    """`Acceptance` of trees, by rank."""
+    """`Acceptance` of trees, by rank.
+
+    `_may_hold` counts the drafts in which the node of the rank before was accepted, and this rank
+    was allowed.
+    """
 
     def add(self, k: int, num_drafted: int, accepted: Sequence[int]) -> None:
         """See `Acceptance`; accepted are the nodes of a path."""
@@ -190,21 +196,34 @@ class TreeAcceptance(_Fading):
                 self._is[rank] += one
         for rank in accepted:
             self._holds[rank] += one
+            if rank + 1 < k:
+                self._may_hold[rank + 1] += one
 
     def rates(self, prior: Rates | None = None, weight: float | None = None) -> Rates:
         """See `Acceptance`."""
         weight = (self._weight if weight is None else weight) * self._one
         if prior is None:
-            guess = [_FIRST_NODE * _FALLING**rank for rank in range(len(self._is))]
-            promised = sum(map(mul, guess, self._may_be))
-            level = _level(sum(self._holds), promised, self._one)
-            guess = [level * rate for rate in guess]
-            prior = Rates([1.0] * len(guess), guess, is_tree=True)
+            return self._by_falls(weight)
         there, accepted = [], []
         for rank, allowed in enumerate(self._may_be):
             all_of_it = allowed + weight
             there.append((self._is[rank] + weight * prior.there[rank]) / all_of_it)
             accepted.append((self._holds[rank] + weight * prior.accepted[rank]) / all_of_it)
+        return Rates(there, accepted, is_tree=True)
+
+    def _by_falls(self, weight: float) -> Rates:
+        """Return the rates without a prior: where little is known of a rank, by the one before."""
+        guess = [_FIRST_NODE * _FALLING**rank for rank in range(len(self._is))]
+        level = _level(sum(self._holds), sum(map(mul, guess, self._may_be)), self._one)
+        there: list[float] = []
+        accepted: list[float] = []
+        for rank, (allowed, holds) in enumerate(zip(self._may_be, self._holds, strict=True)):
+            rate = (holds + weight * level * guess[rank]) / (allowed + weight)
+            if rank:
+                fall = (holds + weight * _FALLING) / (self._may_hold[rank] + weight)
+                rate = max(rate, accepted[-1] * min(fall, 1.0))
+            there.append((self._is[rank] + weight) / (allowed + weight))
+            accepted.append(rate)
         return Rates(there, accepted, is_tree=True)
 
 

@@ -87,7 +87,7 @@ class DraftControl:
         how many tokens on a request is not drafted for, by the names of those with such a limit.
         """
         is_measuring = table is not None
-        self.cost = StepCost(is_measuring=is_measuring)
+        self.cost = StepCost(is_measuring=is_measuring, trees=trees)
         self._table = None if table is None else sorted(table.items())
         self._records = Records(members, trees, max_contexts or {}, is_measuring=is_measuring)
         self._members = self._records.members
@@ -221,7 +221,8 @@ class DraftControl:
         if is_draining:
             others = [request for request in requests if not request.may_draft]
             left = [self._records.lengths.left(request) for request in (*drafting, *others)]
-        decision = self._decide(menus, num_requests, left)
+        untried = self._records.untried(drafting[0]) if num_requests == 1 else []
+        decision = self._decide(menus, num_requests, left, untried)
         # A node or token less likely than a row is worth is left out, where that is exact: see
         # the chain of proposers.
         self._kept = self._plans(drafting, decision.choices, decision.confidence)
@@ -283,11 +284,16 @@ class DraftControl:
             request.draft_plan = plan
 
     def _decide(
-        self, menus: Sequence[Menu], num_requests: int, left: Sequence[float] | None
+        self,
+        menus: Sequence[Menu],
+        num_requests: int,
+        left: Sequence[float] | None,
+        untried: Sequence[int],
     ) -> _Decision:
         """Return what to do for each request.
 
-        `left`: how many tokens each of all still gets; None: it does not matter.
+        `left`: how many tokens each of all still gets; None: it does not matter. `untried`:
+        members of which nothing is known with a request that runs alone.
         """
         nothing = [self._nothing.choice(self._plain.num_draft_tokens)] * len(menus)
         plain = self._chooser.plan(nothing, num_requests)
@@ -307,7 +313,7 @@ class DraftControl:
             best, other, lost = self._drain(menus, plain, found, left)
         trial = None
         if learnt:
-            trial = self._trials.next(menus, best, other, lost, num_requests)
+            trial = self._trials.next(menus, best, other, lost, num_requests, untried)
         choices = self._short(menus, best.choices, num_requests) if best.drafts else nothing
         return _Decision(
             choices,

@@ -40,6 +40,10 @@ class Member:
     spread: Spread
     max_context: int | None  # requests that are longer are not drafted for
 
+    def reaches(self, request: Request) -> bool:
+        """Whether a request is not too long for it."""
+        return self.max_context is None or request.num_tokens < self.max_context
+
 
 @dataclass(frozen=True, slots=True)
 class Called:
@@ -116,6 +120,15 @@ class Records:
         """Return how many drafts of a request were verified."""
         return self._known[request.req_id].num_verified
 
+    def untried(self, request: Request) -> list[int]:
+        """Return the members that may draft for a request, and were not asked to yet."""
+        known = self._known[request.req_id]
+        return [
+            number
+            for number, (own, member) in enumerate(zip(known.acceptance, self.members, strict=True))
+            if not own.num_drafts and member.reaches(request)
+        ]
+
     def add_drafts(
         self, plans: Mapping[str, tuple[int, ...]], drafts: DraftTokenIds | None
     ) -> list[Called]:
@@ -186,10 +199,7 @@ class Records:
         self.know(request)
         known = self._known[request.req_id]
         is_careful = is_careful and known.num_verified < _FIRST_DRAFTS
-        reaches = [
-            member.max_context is None or request.num_tokens < member.max_context
-            for member in self.members
-        ]
+        reaches = [member.reaches(request) for member in self.members]
         basis = (*basis, is_careful, *reaches, *(own.num_drafts for own in known.acceptance))
         if known.menu is not None and known.menu_of == basis:
             return known.menu

@@ -3,6 +3,9 @@
 A trial is expected to lose some time. A small part of all time (`_FOR_TRIALS`) may be lost so, and
 is saved up: what looks nearly as good is tried often, what looks bad seldom. A member whose trial
 went well is tried again at once.
+
+What is true of one request need not be of the next. So of a request that runs alone every member is
+tried early, on credit: it is paid back before anything else is tried.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from foresay.core.scheduling.draft_choice import Chooser, Menu, Plan
 _FOR_TRIALS = 0.008  # of all time
 _MOST_SAVED = 2.0  # seconds of so many steps
 _AT_FIRST = 0.5  # of a step's seconds, saved before anything is known
+_MOST_OWED = 1.0  # likewise
 _BETWEEN = 4  # steps, at least
 _TRIAL_TOKENS, _TRIAL_NODES = 2, 4  # of a draft for one request: of a chain, of a tree
+_FIRST_TOKENS = 1  # of a chain, where nothing is known with the request
 
 
 class Trials:
@@ -25,6 +30,7 @@ class Trials:
         """`members`: of each its most draft tokens, and whether they are trees."""
         self._chooser = chooser
         self._sizes = [min(k, _TRIAL_NODES if tree else _TRIAL_TOKENS) for k, tree in members]
+        self._first_sizes = [min(k, _TRIAL_NODES if tree else _FIRST_TOKENS) for k, tree in members]
         self._num_idle = [0] * len(members)  # steps since each was called
         self._is_promising = [False] * len(members)
         self._num_since = 0
@@ -52,13 +58,19 @@ class Trials:
         other: Plan,
         lost: Callable[[Plan], float],
         num_requests: int,
+        untried: Sequence[int] = (),
     ) -> Plan | None:
         """Return a plan worth trying in the place of the best one, if it is time for that.
 
         `other`: one that drafts if the best one does not, else one that does not. `lost`: what a
-        step of a plan is expected to lose, in seconds.
+        step of a plan is expected to lose, in seconds. `untried`: members of which nothing is
+        known with a request that runs alone.
         """
         alone = num_requests == 1
+        if self._saved is not None and self._saved > -_MOST_OWED * best.seconds:
+            first = self._single(menus, untried, best, num_requests, self._first_sizes)
+            if first:
+                return self._take(first[0], lost)
         missing = [
             number
             for number, idle in enumerate(self._num_idle)
@@ -69,25 +81,33 @@ class Trials:
         again = alone and any(self._is_promising[number] for number in missing)
         if self._saved is None or (not again and self._num_since < _BETWEEN):
             return None
-        trials = [other, *self._single(menus, missing, best, num_requests)]
+        trials = [other, *self._single(menus, missing, best, num_requests, self._sizes)]
         for number in range(len(trials)):
             trial = trials[(number + self._turn) % len(trials)]
-            price = max(lost(trial), 0.0)
-            is_going_on = again and trial is not other and self._saved > -best.seconds
-            if price <= self._saved or is_going_on:
-                self._saved -= price
-                self._num_since = 0
+            is_going_on = again and trial is not other and self._saved > -_MOST_OWED * best.seconds
+            if max(lost(trial), 0.0) <= self._saved or is_going_on:
                 self._turn += number + 1
-                self._is_promising = [False] * len(self._is_promising)
-                return trial
+                return self._take(trial, lost)
         return None
 
+    def _take(self, trial: Plan, lost: Callable[[Plan], float]) -> Plan:
+        assert self._saved is not None
+        self._saved -= max(lost(trial), 0.0)
+        self._num_since = 0
+        self._is_promising = [False] * len(self._is_promising)
+        return trial
+
     def _single(
-        self, menus: Sequence[Menu], members: Sequence[int], best: Plan, num_requests: int
+        self,
+        menus: Sequence[Menu],
+        members: Sequence[int],
+        best: Plan,
+        num_requests: int,
+        sizes: Sequence[int],
     ) -> list[Plan]:
         """Return for each of some members the best plan, but that it drafts for one request more.
 
-        That request is drafted for by it alone.
+        That request is drafted for by it alone, with a draft of its size.
         """
         found = []
         for number in members:
@@ -95,8 +115,8 @@ class Trials:
             if not which:
                 continue
             index = which[self._turn % len(which)]
-            ks = [0] * len(self._sizes)
-            ks[number] = self._sizes[number]
+            ks = [0] * len(sizes)
+            ks[number] = sizes[number]
             choices = list(best.choices)
             choices[index] = menus[index].choice(ks)
             plan = self._chooser.plan(choices, num_requests, best.row_seconds)

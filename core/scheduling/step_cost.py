@@ -5,14 +5,16 @@ do about it. Times on a shared machine are noisy, so that of each number of rows
 the last few, or where costs are to be measured the lower quartile of many: what else runs only adds
 to a time. More rows are never taken to be faster than fewer: where times say so, they are pooled
 (isotonic regression). Between known points it is a straight line, before the first one it
-is constant, behind the last it goes on as steeply as from the first to the last.
+is constant, behind the last it goes on as steeply as from the first to the last; or half as
+steeply, where it is known to level off: of a tree more nodes lie beside others than below them,
+and what drafting takes is mostly a matter of depth.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -20,14 +22,17 @@ _WINDOW = 11  # times kept for each number of rows: what matters is how things a
 _LONG_WINDOW = 1999  # where they are to be measured
 _FINE = 16  # numbers of rows are told apart up to this; above, those within about 6 % are pooled
 _FIRST_BENDS = 3  # times of a number of rows before it counts by itself
+_FOR_NONE = 0.2  # of a call's seconds, what one that drafts nothing is hoped to take
+_LEVELLING = 0.5  # how steeply a curve that levels off goes on behind what is known
 
 
 class Curve:
     """Seconds as a function of a whole number from 0 on: samples in, a rising line out."""
 
-    def __init__(self, *, is_measuring: bool = False) -> None:
+    def __init__(self, *, is_measuring: bool = False, levels_off: bool = False) -> None:
         """`is_measuring`: whether many times are kept, of which the lower quartile counts."""
         self._is_measuring = is_measuring
+        self._beyond = _LEVELLING if levels_off else 1.0
         self._samples: dict[int, _Samples] = {}
         self._points: list[tuple[float, float]] | None = None  # None: to be made anew
         self._xs: list[float] = []  # of the points
@@ -62,7 +67,7 @@ class Curve:
         if place == len(points):
             (first_x, first), (last_x, last) = points[0], points[-1]
             slope = (last - first) / (last_x - first_x) if last_x > first_x else 0.0
-            return last + slope * (x - last_x)
+            return last + self._beyond * slope * (x - last_x)
         (low_x, low), (high_x, high) = points[place - 1], points[place]
         return low + (high - low) * (x - low_x) / (high_x - low_x)
 
@@ -139,9 +144,10 @@ def _rising(points: list[tuple[float, float, int]]) -> list[tuple[float, float]]
 class StepCost:
     """The cost model of an engine: its target's steps, and its proposers' drafting."""
 
-    def __init__(self, *, is_measuring: bool = False) -> None:
-        """`is_measuring`: see `Curve`."""
+    def __init__(self, *, is_measuring: bool = False, trees: Collection[str] = ()) -> None:
+        """`is_measuring`: see `Curve`. `trees`: which proposers draft trees."""
         self._is_measuring = is_measuring
+        self._trees = frozenset(trees)
         self.verifying = Curve(is_measuring=is_measuring)  # by rows of the target's pass
         self._drafting: dict[tuple[str, int], Curve] = {}  # by tokens; of a proposer and a bucket
         self._sizes: dict[str, list[int]] = {}  # buckets of requests seen, by proposer
@@ -159,7 +165,9 @@ class StepCost:
         """Take a proposer's call for `num_requests`; `num_tokens` of the longest draft."""
         key = (proposer, _bucket(num_requests))
         if key not in self._drafting:
-            self._drafting[key] = Curve(is_measuring=self._is_measuring)
+            self._drafting[key] = Curve(
+                is_measuring=self._is_measuring, levels_off=proposer in self._trees
+            )
             self._sizes.setdefault(proposer, []).append(key[1])
             self._near.clear()
         self._drafting[key].add(num_tokens, seconds)
@@ -172,10 +180,17 @@ class StepCost:
     def drafting(self, proposer: str, num_requests: int, num_tokens: float) -> float:
         """Return the seconds of a proposer's call; 0 if it was never called.
 
-        For a number of requests not seen, those of the nearest one.
+        For a number of requests not seen, those of the nearest one. Of a tree fewer nodes than any
+        that were timed are hoped to take less, or they would not be tried.
         """
         curve = self._nearest(proposer, num_requests)
-        return 0.0 if curve is None else curve.at(num_tokens) or 0.0
+        points = () if curve is None else curve.points()
+        if curve is None or not points:
+            return 0.0
+        least, seconds = points[0]
+        if num_tokens < least and proposer in self._trees:
+            return seconds * (_FOR_NONE + (1 - _FOR_NONE) * num_tokens / least)
+        return curve.at(num_tokens) or 0.0
 
     def knows_lengths(self, proposer: str, num_requests: int) -> bool:
         """Return whether a proposer's calls were timed for two lengths of drafts or more."""
