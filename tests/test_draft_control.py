@@ -420,7 +420,7 @@ def test_a_tree_shrinks_to_a_chain_and_to_nothing_as_the_batch_grows(
         rates = {}
         for k in (0, 4, 12, 32, None):
             runs, drafted = [], []
-            for seed in range(4):
+            for seed in range(10):
                 world = World(step_seconds, [tree_drafter()], noise=0.1, seed=seed)
                 control = world.control(None if k is None else {1: k})
                 requests = [greedy_request(str(i)) for i in range(size)]
