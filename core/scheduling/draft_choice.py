@@ -21,7 +21,7 @@ from foresay.core.scheduling.step_cost import StepCost
 
 _MOST_ROUNDS = 4
 _MOST_CONFIDENCE = 0.9
-_ROWS_FOR_SLOPE = 4.0
+_ROWS_FOR_SLOPE = 4.0  # fewer rows differ less in time than times vary
 _TREE_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # numbers of nodes to choose from
 
 
@@ -120,7 +120,6 @@ class Plan:
     choices: Sequence[Choice]
     tokens: float  # of the step, those included that come without drafts
     seconds: float
-    row_seconds: float = 0.0  # what a row more takes
 
     @property
     def rate(self) -> float:
@@ -165,11 +164,10 @@ class Chooser:
                 seconds += took * min(1.0, number)
         return seconds
 
-    def plan(self, choices: Sequence[Choice], num_requests: int, row: float = 0.0) -> Plan | None:
+    def plan(self, choices: Sequence[Choice], num_requests: int) -> Plan | None:
         """Return what some choices bring; None: the seconds of a step are not known yet.
 
-        `num_requests` may be more than there are choices: some may not be drafted for. `row`: what
-        a row more takes.
+        `num_requests` may be more than there are choices: some may not be drafted for.
         """
         num_rows = num_requests + sum(choice.rows for choice in choices)
         members = range(len(self._names))
@@ -181,7 +179,7 @@ class Chooser:
         if seconds is None:
             return None
         tokens = num_requests + sum(choice.tokens for choice in choices)
-        return Plan(choices, tokens, seconds, row)
+        return Plan(choices, tokens, seconds)
 
     def best(self, menus: Sequence[Menu], num_requests: int) -> Plan | None:
         """Return the best plan that drafts; None: no draft has any prospect, or nothing is known.
@@ -195,7 +193,7 @@ class Chooser:
         num_rows = float(num_requests)
         for _ in range(_MOST_ROUNDS):
             row = self.row_seconds(num_rows, num_requests)
-            tried = self.plan(self.at(menus, rate, row), num_requests, row)
+            tried = self.plan(self.at(menus, rate, row), num_requests)
             if tried is None or not tried.drafts:
                 break
             if found is not None and tried.rate <= found.rate * 1.001:
@@ -207,22 +205,23 @@ class Chooser:
         most = max(len(offer.tokens) for menu in menus for offer in menu.offers) - 1
         for k in (1, most):
             every = [menu.choice([k] * len(self._names)) for menu in menus]
-            row = self.row_seconds(num_requests + len(menus) * k, num_requests)
-            tried = self.plan(every, num_requests, row)
+            tried = self.plan(every, num_requests)
             if tried is not None and tried.drafts and (found is None or tried.rate > found.rate):
                 found = tried
         return found
 
-    def confidence(self, plan: Plan, trees: Sequence[bool]) -> tuple[float, ...]:
+    def confidence(self, plan: Plan, trees: Sequence[bool], num_requests: int) -> tuple[float, ...]:
         """Return by member the confidence below which its drafts should end, or lose a node.
 
         A token more takes its row and its part of the drafting; while those seconds last, the plan
         as a whole makes so many tokens. Of a tree it takes its row only: what drafting takes is a
         matter of passes, which it shares with others.
         """
+        num_drafted = sum(choice.rows for choice in plan.choices)
+        row = self.row_seconds(num_requests + max(num_drafted, _ROWS_FOR_SLOPE), num_requests)
         found = []
         for number, is_tree in enumerate(trees):
-            seconds = plan.row_seconds
+            seconds = row
             called = sum(choice.asked[number] for choice in plan.choices)
             if called and not is_tree:
                 k = max(choice.num_draft_tokens[number] for choice in plan.choices)
@@ -263,10 +262,7 @@ class Chooser:
         return chosen
 
     def row_seconds(self, num_rows: float, num_requests: int) -> float:
-        """Return what a row more takes: the slope from a plain step to at least a row each.
-
-        And to four rows more at least: of fewer the times differ less than they vary.
-        """
+        """Return what a row more takes: the slope from a plain step to at least a row each."""
         most = max(num_rows, num_requests * 2.0)
         plain = self._cost.step(num_requests, num_requests)
         full = self._cost.step(most, num_requests)

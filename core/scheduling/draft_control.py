@@ -317,7 +317,9 @@ class DraftControl:
         choices = self._short(menus, best.choices, num_requests) if best.drafts else nothing
         return _Decision(
             choices,
-            self._chooser.confidence(found, [member.is_tree for member in self._members]),
+            self._chooser.confidence(
+                found, [member.is_tree for member in self._members], num_requests
+            ),
             may_stay=learnt and (choices is best.choices or not best.drafts),
             trial=None if trial is None else self._short(menus, trial.choices, num_requests),
         )
@@ -355,7 +357,7 @@ class DraftControl:
             if then.last <= at_last and then.cost < best_cost:
                 plan = found
                 if choices is not found.choices:
-                    weighed = chooser.plan(choices, num_requests, found.row_seconds)
+                    weighed = chooser.plan(choices, num_requests)
                     assert weighed is not None
                     plan = weighed
                 best, best_until, best_cost = plan, then, then.cost

@@ -119,7 +119,7 @@ class Trials:
             ks[number] = sizes[number]
             choices = list(best.choices)
             choices[index] = menus[index].choice(ks)
-            plan = self._chooser.plan(choices, num_requests, best.row_seconds)
+            plan = self._chooser.plan(choices, num_requests)
             if plan is not None:
                 found.append(plan)
         return found

@@ -106,7 +106,9 @@ def other_plans(
     `found`: the latter. Others draft as much as pays if a row is worth more or less than there; or
     as much for each request as lets it end in a given number of steps, and no more.
     """
-    row = found.row_seconds
+    num_requests = len(left)
+    num_rows = num_requests + sum(choice.rows for choice in found.choices)
+    row = chooser.row_seconds(num_rows, num_requests)
     plans = [chooser.at(menus, found.rate * price, row) for price in _PRICES]
     # What there is for each request, from nothing to the most tokens.
     nothing = [menu.choice((0,) * len(menu.offers)) for menu in menus]
