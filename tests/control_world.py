@@ -131,6 +131,7 @@ class World:
         num_tokens = min(num_tokens, most - request.num_output_tokens)
         self.num_tokens += num_tokens
         request.token_ids.extend([0] * num_tokens)
+        request.num_computed_tokens = len(request.token_ids) - 1
         if request.num_output_tokens == most:
             is_cut = most == request.max_tokens
             request.status = (

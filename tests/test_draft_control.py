@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from control_world import Drafter, World, greedy_request
 
+from foresay.core.scheduling.acceptance import Rates
+from foresay.core.scheduling.draft_choice import Chooser, Menu
 from foresay.core.scheduling.draft_control import DraftControl
 from foresay.core.scheduling.request import Request
 from foresay.core.scheduling.step_cost import Curve, StepCost
@@ -81,6 +83,7 @@ def test_it_comes_close_to_the_best_fixed_length(name: str, num_requests: int) -
     rates = fixed_rates(make, num_requests, drafter.k)
     assert rate >= LEAST_OF_SEVERAL.get((name, num_requests), 0.93) * max(rates)
     assert rate >= 0.975 * rates[0]
+    assert min(runs) >= 0.95 * rates[0]
 
 
 def silent(requests: int, nodes: int) -> float:
@@ -489,6 +492,104 @@ def test_a_request_for_which_a_tree_is_good_is_found_after_one_for_which_it_is_n
     best = max(rate(k) for k in (0, 2, 4, 6, 8))
     assert best > 2 * rate(0)
     assert rate(None) > 0.9 * best
+
+
+def first_trials(control: DraftControl) -> list[tuple[str, tuple[int, ...]]]:
+    """Return a list to which every first trial with a request is added: request, draft tokens."""
+    found: list[tuple[str, tuple[int, ...]]] = []
+    trials = control._trials
+    go_on = trials.next
+
+    def next_one(menus: Any, best: Any, other: Any, lost: Any, size: int, untried: Any) -> Any:
+        owed = trials._saved_for_first
+        trial = go_on(menus, best, other, lost, size, untried)
+        if trial is not None and trials._saved_for_first < owed:
+            (choice,) = trial.choices
+            found.append((next(iter(control._records._known)), choice.num_draft_tokens))
+        return trial
+
+    trials.next = next_one  # type: ignore[method-assign]
+    return found
+
+
+def poor_members() -> list[Drafter]:
+    return [
+        Drafter("c", 8, flat(0.0), lambda requests, tokens: 0.3 * tokens),
+        tree_drafter(right=flat(0.0)),
+    ]
+
+
+def test_every_member_is_tried_once_with_a_request_that_runs_alone() -> None:
+    world = World(cpu, poor_members(), noise=0.05)
+    control = world.control()
+    world.run(control, [greedy_request("a")], 100)
+    control.forget("a")
+    found = first_trials(control)
+    for name in ("b", "c"):
+        world.run(control, [greedy_request(name)], 150)
+        control.forget(name)
+    assert found == [("b", (1, 0)), ("b", (0, 4)), ("c", (1, 0)), ("c", (0, 4))]
+
+
+def test_no_first_trial_is_spent_on_a_prompt_or_on_the_last_tokens() -> None:
+    world = World(cpu, poor_members())
+    control = world.control()
+    world.run(control, [greedy_request("a")], 100)
+    control.forget("a")
+    found = first_trials(control)
+    request = greedy_request("b")
+    for _ in range(20):  # parts of a long prompt
+        control.decide([request])
+    assert not found
+    control.forget("b")
+    for number in range(20):
+        short = greedy_request(f"short{number}", max_tokens=3)
+        world.run(control, [short], 3)
+        control.forget(short.req_id)
+    assert not found
+
+
+def test_first_trials_take_a_small_part_of_the_time_and_leave_others_theirs() -> None:
+    def seconds(requests: int, tokens: int) -> float:
+        return 8.0
+
+    world = World(cpu, [Drafter("dear", 5, flat(0.0), seconds)])
+    control = world.control()
+    found = first_trials(control)
+    for number in range(60):
+        world.run(control, [greedy_request(str(number))], 20)
+        control.forget(str(number))
+    # A trial takes 0.8 steps: 0.5 % of 1,200 steps pay for 7, and as much as a step may be owed.
+    assert 6 <= len(found) <= 9
+    assert world.asked["dear"] >= len(found) + 4  # others, too
+
+
+def test_a_tree_levels_off_and_a_smaller_one_is_hoped_to_take_less() -> None:
+    cost, measured_cost = StepCost(trees=["t"]), StepCost(is_measuring=True, trees=["t"])
+    for each in (cost, measured_cost):
+        for name in ("t", "c"):
+            for _ in range(3):
+                each.add_drafting(name, 1, 4, 10.0)
+                each.add_drafting(name, 1, 8, 18.0)
+    assert [cost.drafting("c", 1, k) for k in (2, 4, 6, 8, 12)] == [10, 10, 14, 18, 26]
+    assert [cost.drafting("t", 1, k) for k in (4, 6, 8, 12)] == [10, 14, 18, 22]
+    assert [cost.drafting("t", 1, k) for k in (0, 2)] == pytest.approx([2, 6])
+    for k in (0, 2, 4, 6, 8, 12):
+        assert measured_cost.drafting("t", 1, k) == cost.drafting("c", 1, k)
+
+
+def test_a_confidence_goes_by_several_rows_as_one_more_is_lost_in_the_noise() -> None:
+    cost = StepCost(trees=["t"])
+    for _ in range(3):
+        for rows, seconds in ((1, 20.0), (2, 28.0), (5, 28.0)):
+            cost.add_step(rows, 1, seconds, 0.0)
+        cost.add_drafting("t", 1, 1, 2.0)
+    chooser = Chooser(["t"], cost)
+    menu = Menu.of([Rates([1.0] * 8, [0.9, 0.05] + [0.0] * 6, is_tree=True)], [8])
+    plan = chooser.plan([menu.choice([1])], 1)
+    assert plan is not None
+    # A row takes 2 seconds here, not 8; in 30 seconds come 1.9 tokens.
+    assert chooser.confidence(plan, [True], 1) == pytest.approx([1.9 / 30 * 2])
 
 
 def test_a_node_must_be_as_likely_as_its_row_is_dear() -> None:

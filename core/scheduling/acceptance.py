@@ -212,7 +212,11 @@ class TreeAcceptance(_Fading):
         return Rates(there, accepted, is_tree=True)
 
     def _by_falls(self, weight: float) -> Rates:
-        """Return the rates without a prior: where little is known of a rank, by the one before."""
+        """Return the rates without a prior: where little is known of a rank, by the one before.
+
+        The larger of two estimates, and so a bit too hopeful: by its own drafts, and by the rate of
+        the rank before and how they fell from there to here.
+        """
         guess = [_FIRST_NODE * _FALLING**rank for rank in range(len(self._is))]
         level = _level(sum(self._holds), sum(map(mul, guess, self._may_be)), self._one)
         there: list[float] = []

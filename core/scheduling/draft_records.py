@@ -26,6 +26,7 @@ from foresay.core.scheduling.request import Request, RequestStatus
 # one that is not worth it, more would be lost than others can make good.
 _FIRST_DRAFTS, _CAREFUL = 2, 1
 _DIFFERENT = 4.0  # if so few drafts of a request's own outweigh what others' did
+_LAST_TOKENS = 3  # of a request, too few to gain anything by a trial
 _SOME_DRAFTS = 8  # more or less of all requests: what is known of one stays what it is
 
 
@@ -121,12 +122,23 @@ class Records:
         return self._known[request.req_id].num_verified
 
     def untried(self, request: Request) -> list[int]:
-        """Return the members that may draft for a request, and were not asked to yet."""
+        """Return the members of which nothing is known with a request, and that may draft for it.
+
+        Of none while it is computing its prompt: such a step's drafts are not timed, and may be
+        none at all. Nor for its last tokens.
+        """
+        if request.num_lacking_tokens > 1 or not request.num_output_tokens:
+            return []
+        if request.num_output_tokens + _LAST_TOKENS > request.max_tokens:
+            return []
         known = self._known[request.req_id]
+        under_way = known.drafter if known.asked else -1  # its draft is yet to be verified
         return [
             number
-            for number, (own, member) in enumerate(zip(known.acceptance, self.members, strict=True))
-            if not own.num_drafts and member.reaches(request)
+            for number, member in enumerate(self.members)
+            if not known.acceptance[number].num_drafts
+            and number != under_way
+            and member.reaches(request)
         ]
 
     def add_drafts(

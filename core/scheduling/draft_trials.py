@@ -4,8 +4,9 @@ A trial is expected to lose some time. A small part of all time (`_FOR_TRIALS`) 
 is saved up: what looks nearly as good is tried often, what looks bad seldom. A member whose trial
 went well is tried again at once.
 
-What is true of one request need not be of the next. So of a request that runs alone every member is
-tried early, on credit: it is paid back before anything else is tried.
+What is true of one request need not be of the next. So with a request that runs alone every member
+is tried once, early and on credit. That has an account of its own (`_FOR_FIRST`), or where requests
+are short nothing else would be tried.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from collections.abc import Callable, Sequence
 
 from foresay.core.scheduling.draft_choice import Chooser, Menu, Plan
 
-_FOR_TRIALS = 0.008  # of all time
+_FOR_TRIALS, _FOR_FIRST = 0.005, 0.005  # of all time
 _MOST_SAVED = 2.0  # seconds of so many steps
 _AT_FIRST = 0.5  # of a step's seconds, saved before anything is known
-_MOST_OWED = 1.0  # likewise
+_MOST_OWED = 1.0  # likewise; for the first trial with a request
 _BETWEEN = 4  # steps, at least
 _TRIAL_TOKENS, _TRIAL_NODES = 2, 4  # of a draft for one request: of a chain, of a tree
 _FIRST_TOKENS = 1  # of a chain, where nothing is known with the request
@@ -35,6 +36,7 @@ class Trials:
         self._is_promising = [False] * len(members)
         self._num_since = 0
         self._saved: float | None = None  # seconds; None: no step was timed yet
+        self._saved_for_first = 0.0  # seconds; below 0: owed
         self._turn = 0  # whose turn it is
 
     def add_step(self, seconds: float) -> None:
@@ -42,6 +44,8 @@ class Trials:
         self._num_since += 1
         before = _AT_FIRST * seconds if self._saved is None else self._saved
         self._saved = min(before + _FOR_TRIALS * seconds, _MOST_SAVED * seconds)
+        saved = self._saved_for_first + _FOR_FIRST * seconds
+        self._saved_for_first = min(saved, _MOST_SAVED * seconds)
 
     def add_called(self, member: int, *, called: bool) -> None:
         """Take whether a member was called in a step."""
@@ -67,10 +71,12 @@ class Trials:
         known with a request that runs alone.
         """
         alone = num_requests == 1
-        if self._saved is not None and self._saved > -_MOST_OWED * best.seconds:
-            first = self._single(menus, untried, best, num_requests, self._first_sizes)
-            if first:
-                return self._take(first[0], lost)
+        for first in self._single(menus, untried, best, num_requests, self._first_sizes):
+            price = max(lost(first), 0.0)
+            if self._saved_for_first - price >= -_MOST_OWED * best.seconds:
+                self._saved_for_first -= price
+                self._num_since = 0
+                return first
         missing = [
             number
             for number, idle in enumerate(self._num_idle)
@@ -84,18 +90,15 @@ class Trials:
         trials = [other, *self._single(menus, missing, best, num_requests, self._sizes)]
         for number in range(len(trials)):
             trial = trials[(number + self._turn) % len(trials)]
-            is_going_on = again and trial is not other and self._saved > -_MOST_OWED * best.seconds
-            if max(lost(trial), 0.0) <= self._saved or is_going_on:
+            price = max(lost(trial), 0.0)
+            is_going_on = again and trial is not other and self._saved > -best.seconds
+            if price <= self._saved or is_going_on:
+                self._saved -= price
+                self._num_since = 0
                 self._turn += number + 1
-                return self._take(trial, lost)
+                self._is_promising = [False] * len(self._is_promising)
+                return trial
         return None
-
-    def _take(self, trial: Plan, lost: Callable[[Plan], float]) -> Plan:
-        assert self._saved is not None
-        self._saved -= max(lost(trial), 0.0)
-        self._num_since = 0
-        self._is_promising = [False] * len(self._is_promising)
-        return trial
 
     def _single(
         self,
@@ -107,7 +110,7 @@ class Trials:
     ) -> list[Plan]:
         """Return for each of some members the best plan, but that it drafts for one request more.
 
-        That request is drafted for by it alone, with a draft of its size.
+        That request is drafted for by it alone. `sizes`: by member, with how many draft tokens.
         """
         found = []
         for number in members:

@@ -5,9 +5,12 @@ do about it. Times on a shared machine are noisy, so that of each number of rows
 the last few, or where costs are to be measured the lower quartile of many: what else runs only adds
 to a time. More rows are never taken to be faster than fewer: where times say so, they are pooled
 (isotonic regression). Between known points it is a straight line, before the first one it
-is constant, behind the last it goes on as steeply as from the first to the last; or half as
-steeply, where it is known to level off: of a tree more nodes lie beside others than below them,
-and what drafting takes is mostly a matter of depth.
+is constant, behind the last it goes on as steeply as from the first to the last.
+
+Drafting a tree levels off: more nodes lie beside others than below them, and what it takes is
+mostly a matter of depth. There, behind what is known, it goes on half as steeply; and fewer nodes
+than any that were timed are hoped to take less, or they would not be tried. Neither is assumed
+where costs are to be measured.
 """
 
 from __future__ import annotations
@@ -30,7 +33,10 @@ class Curve:
     """Seconds as a function of a whole number from 0 on: samples in, a rising line out."""
 
     def __init__(self, *, is_measuring: bool = False, levels_off: bool = False) -> None:
-        """`is_measuring`: whether many times are kept, of which the lower quartile counts."""
+        """`is_measuring`: whether many times are kept, of which the lower quartile counts.
+
+        `levels_off`: whether it goes on half as steeply behind what is known.
+        """
         self._is_measuring = is_measuring
         self._beyond = _LEVELLING if levels_off else 1.0
         self._samples: dict[int, _Samples] = {}
@@ -147,7 +153,7 @@ class StepCost:
     def __init__(self, *, is_measuring: bool = False, trees: Collection[str] = ()) -> None:
         """`is_measuring`: see `Curve`. `trees`: which proposers draft trees."""
         self._is_measuring = is_measuring
-        self._trees = frozenset(trees)
+        self._trees = frozenset(() if is_measuring else trees)
         self.verifying = Curve(is_measuring=is_measuring)  # by rows of the target's pass
         self._drafting: dict[tuple[str, int], Curve] = {}  # by tokens; of a proposer and a bucket
         self._sizes: dict[str, list[int]] = {}  # buckets of requests seen, by proposer
@@ -180,8 +186,7 @@ class StepCost:
     def drafting(self, proposer: str, num_requests: int, num_tokens: float) -> float:
         """Return the seconds of a proposer's call; 0 if it was never called.
 
-        For a number of requests not seen, those of the nearest one. Of a tree fewer nodes than any
-        that were timed are hoped to take less, or they would not be tried.
+        For a number of requests not seen, those of the nearest one.
         """
         curve = self._nearest(proposer, num_requests)
         points = () if curve is None else curve.points()
