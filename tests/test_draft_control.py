@@ -538,9 +538,22 @@ def test_no_first_trial_is_spent_on_a_prompt_or_on_the_last_tokens() -> None:
     control.forget("a")
     found = first_trials(control)
     request = greedy_request("b")
-    for _ in range(20):  # parts of a long prompt
-        control.decide([request])
+
+    def decide() -> None:
+        for _ in range(4):  # it does not look in every step
+            control.decide([request])
+
+    decide()  # a part of a long prompt
+    request.num_computed_tokens = 2  # its last token
+    decide()
     assert not found
+    request.token_ids += [0] * 30  # computed anew, since it was preempted
+    decide()
+    assert not found
+    request.num_computed_tokens = len(request.token_ids) - 1
+    decide()
+    assert found
+    found.clear()
     control.forget("b")
     for number in range(20):
         short = greedy_request(f"short{number}", max_tokens=3)

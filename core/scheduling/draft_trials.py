@@ -5,8 +5,8 @@ is saved up: what looks nearly as good is tried often, what looks bad seldom. A 
 went well is tried again at once.
 
 What is true of one request need not be of the next. So with a request that runs alone every member
-is tried once, early and on credit. That has an account of its own (`_FOR_FIRST`), or where requests
-are short nothing else would be tried.
+is tried early, and on credit, as far as a step's time and what is saved for it (`_FOR_FIRST`) go.
+That account is apart from the other, or where requests are short nothing else would be tried.
 """
 
 from __future__ import annotations
