@@ -124,8 +124,8 @@ class Records:
     def untried(self, request: Request) -> list[int]:
         """Return the members of which nothing is known with a request, and that may draft for it.
 
-        None while it is computing its prompt: such steps have no drafts, but the last, whose is not
-        timed. Nor for its last tokens.
+        There are none while it computes its prompt, as what is drafted in such steps, if anything
+        is, is not timed; nor for its last tokens.
         """
         if request.num_lacking_tokens > 1 or not request.num_output_tokens:
             return []

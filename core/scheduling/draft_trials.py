@@ -62,7 +62,7 @@ class Trials:
         other: Plan,
         lost: Callable[[Plan], float],
         num_requests: int,
-        untried: Sequence[int] = (),
+        untried: Sequence[int],
     ) -> Plan | None:
         """Return a plan worth trying in the place of the best one, if it is time for that.
 
