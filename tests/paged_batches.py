@@ -147,8 +147,8 @@ def by_definition(
     return torch.stack(rows)
 
 
-def in_torch(step: Step, **options: Any) -> torch.Tensor:
-    """The torch path's result."""
+def in_torch(step: Step, rules: AttentionRules | None = None, **options: Any) -> torch.Tensor:
+    """The torch path's result, or that of the CPU's own kernels, as the rules say."""
     cache = LayerCache(step.layer, step.cache.clone())
     mapping = np.concatenate(
         [
@@ -157,8 +157,8 @@ def in_torch(step: Step, **options: Any) -> torch.Tensor:
         ]
     )
     metadata = AttentionMetadata.build(
-        step.positions, step.slots, mapping, step.null_slot, AttentionRules(), step.device,
-        trees=step.trees,
+        step.positions, step.slots, mapping, step.null_slot,
+        rules or AttentionRules(), step.device, trees=step.trees,
     )  # fmt: skip
     key, value = cache.key[mapping].clone(), cache.value[mapping].clone()
     return paged_attention(step.query, key, value, cache, metadata, **options)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from foresay.core.worker import cpu_kernels
 from foresay.core.worker.attention_backend import triton_backend
 from foresay.core.worker.attention_layout import AttentionMetadata as AttentionMetadata
 from foresay.core.worker.attention_layout import Group
@@ -51,6 +52,13 @@ def paged_attention(
         )  # fmt: skip
         if done is not None:
             return done
+    own = metadata.cpu is not None and softcap is None and sinks is None
+    if own and cpu_kernels.attends(
+        query.shape[1], cache.num_kv_heads, query.shape[2], cache.value_dim
+    ):
+        return cpu_kernels.attend(
+            query, cache, metadata.cpu, scale=scale, sliding_window=sliding_window
+        )
     dtype, compute = query.dtype, metadata.rules.compute_dtype
     if compute is not None:
         query = query.to(compute)

@@ -17,6 +17,7 @@ import torch
 
 from foresay.core.worker.attention_backend import triton_backend
 from foresay.core.worker.attention_rules import AttentionRules
+from foresay.core.worker.cpu_kernels import CPURows
 from foresay.core.worker.dense_kv import DenseCopies, DensePlan
 from foresay.core.worker.tree_columns import Columns, tree_columns
 
@@ -156,6 +157,7 @@ class AttentionMetadata:
     slot_mapping: torch.Tensor
     rules: AttentionRules
     triton: TritonMetadata | None  # for the layers that the Triton kernels serve, if any can be
+    cpu: CPURows | None  # for those that the CPU's own kernels serve
     _lay_out: Callable[[], list[Group]]
     _groups: list[Group] | None = None
 
@@ -198,11 +200,12 @@ class AttentionMetadata:
             slot_mapping=_tensor(slot_mapping, device),
             rules=rules,
             triton=backend and backend.TritonMetadata.build(positions, slots, trees, device),
+            cpu=CPURows.build(positions, slots, trees) if rules.own_kernels else None,
             _lay_out=partial(
                 _groups, positions, slots, null_slot, rules, device, trees, owners, dense_copies
             ),
         )
-        if metadata.triton is None:
+        if metadata.triton is None and metadata.cpu is None:
             _ = metadata.groups  # what can't be laid out is told here
         return metadata
 

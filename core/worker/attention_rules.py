@@ -39,6 +39,7 @@ class AttentionRules:
     # Within blocks of so many columns a key may lie `LANE` columns, or a multiple, behind its
     # position; 0: nowhere but at it; None: rows need not keep their bits. See `tree_columns`.
     tree_block: int | None = None
+    own_kernels: bool = False  # foresay's own attend (`cpu_kernels`), for which nothing is padded
 
     def padded_query_len(self, query_len: int) -> int:
         """Return the length that a request's query rows are padded to."""
@@ -66,12 +67,16 @@ class AttentionRules:
         head_dim: int,
         row_invariant: bool,
         capped: bool = False,
+        own_kernels: bool = False,
     ) -> AttentionRules:
         """Return the rules for a device and a model's heads; on a CPU they are probed.
 
         capped: with a soft cap or sinks. What attends then is no fused kernel, and splits its sums
-        by lengths: keys of trees stay where they are.
+        by lengths: keys of trees stay where they are. own_kernels: whether foresay's own serve all
+        of the model's layers, but for caps and sinks.
         """
+        if own_kernels and not capped:
+            return AttentionRules(own_kernels=True)
         compute = compute_dtype if compute_dtype != dtype else None
         if device.type != "cpu" or not row_invariant:
             return AttentionRules(compute_dtype=compute)

@@ -146,7 +146,9 @@ def build_runner(
         target.dtype,
         target.device,
         proposer_layout,
-        max_dense_bytes=0 if is_gpu else int(free_memory(target.device) * DENSE_SHARE),
+        max_dense_bytes=0
+        if is_gpu or target.attention_rules.own_kernels
+        else int(free_memory(target.device) * DENSE_SHARE),
     )
     chain = None
     if members:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from foresay.core.proposer import KVRows
+from foresay.core.worker import cpu_kernels
 from foresay.core.worker.attention import AttentionMetadata, AttentionRules, paged_attention
 from foresay.core.worker.capture import Capture
+from foresay.core.worker.cpu_layer import CPULayers, Layer
 
 # Drafters of the same shape need the pieces, too.
 from foresay.core.worker.decoder_layer import MLP as MLP
@@ -90,7 +92,14 @@ class FastDecoder:
             num_kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,
             row_invariant=row_invariant,
+            own_kernels=cpu_kernels.serves(dtype, device)
+            and cpu_kernels.attends(
+                heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.head_dim
+            ),
         )
+        # All in one, where the CPU's own kernels serve and attend.
+        own = self.attention_rules.own_kernels
+        self.cpu_layers = CPULayers.of(self.layers, dtype) if own else None
         self.min_rows = max(linear.min_rows for linear in self._linears())
 
     @property
@@ -113,6 +122,8 @@ class FastDecoder:
         """Return a decoder of one layer for each sliding window, sharing this one's weights."""
         decoder = copy.copy(self)
         decoder.layers = list({block.window: block for block in self.layers}.values())
+        if self.cpu_layers is not None:
+            decoder.cpu_layers = CPULayers.of(decoder.layers, self.dtype)
         decoder.kv_layout = self.kv_layout[: len(decoder.layers)]
         return decoder
 
@@ -140,33 +151,43 @@ class FastDecoder:
         capture: Capture | None = None,
     ) -> torch.Tensor:
         """Return logits [num_output_rows, vocab_size] in the model's dtype; fill `capture`."""
-        attends = [
-            functools.partial(paged_attention, cache=layer, metadata=metadata)
-            for layer in cache.layers
-        ]
-        return self._run(input_ids, metadata.positions, output_rows, attends, capture)
+        if self.cpu_layers is not None and metadata.cpu is not None:
+            layers = self.cpu_layers.over(cache.layers, metadata.slot_mapping, metadata.cpu)
+        else:
+            layers = self._layers(
+                functools.partial(paged_attention, cache=layer, metadata=metadata)
+                for layer in cache.layers
+            )
+        return self._run(input_ids, metadata.positions, output_rows, layers, capture)
 
     def forward_rows(
         self, input_ids: torch.Tensor, output_rows: torch.Tensor, rows: KVRows
     ) -> torch.Tensor:
         """Return the same as `forward`, over a proposer's own KV layers."""
-        attends = [functools.partial(rows.attend, number) for number in range(len(self.layers))]
-        return self._run(input_ids, rows.positions, output_rows, attends, None)
+        layers = self._layers(
+            functools.partial(rows.attend, number) for number in range(len(self.layers))
+        )
+        return self._run(input_ids, rows.positions, output_rows, layers, None)
+
+    def _layers(self, attends: Iterable[Attend]) -> list[Layer]:
+        """Return the layers of a pass, each with its attention."""
+        pairs = zip(self.layers, attends, strict=True)
+        return [functools.partial(block, attend=attend) for block, attend in pairs]
 
     def _run(
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
         output_rows: torch.Tensor,
-        attends: Sequence[Attend],  # by layer
+        layers: Sequence[Layer],
         capture: Capture | None,
     ) -> torch.Tensor:
         residual = F.embedding(input_ids, self.embeddings)
         cos, sin = self.rotary.rows(positions)
-        for number, (block, attend) in enumerate(zip(self.layers, attends, strict=True)):
+        for number, layer in enumerate(layers):
             if capture is not None:
                 capture.put_stream(number, residual)
-            residual = block(residual, cos, sin, attend)
+            residual = layer(residual, cos, sin)
         if capture is not None:
             capture.put_stream(len(self.layers), residual)
             if capture.hidden_state:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from foresay.core.proposer import KVRows
+from foresay.core.worker import cpu_kernels
 from foresay.core.worker.linear import Linear
 from foresay.core.worker.norms import RMSNorm
 from foresay.core.worker.rotary import rotate_
@@ -42,6 +43,14 @@ def silu(x: torch.Tensor) -> torch.Tensor:
     if len(sizes) < 2:
         return F.silu(x)
     return torch.cat([F.silu(part) for part in x.split(sizes)])
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up of `gate_up` [num_rows, 2 * width]: [num_rows, width]."""
+    if cpu_kernels.serves(gate_up.dtype, gate_up.device):
+        return cpu_kernels.silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu(gate).mul_(up)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -212,8 +221,7 @@ class MLP:
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Return `residual` and the MLP's output of the normed `x`, added; the shape of both."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down.add_to(residual, silu(gate).mul_(up))
+        return self.down.add_to(residual, silu_mul(self.gate_up(x)))
 
 
 class DecoderBlock:

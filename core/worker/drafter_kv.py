@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from foresay.core.proposer import DraftRequest, KVLayer
+from foresay.core.worker import cpu_kernels
 from foresay.core.worker.attention import (
     AttentionMetadata,
     AttentionRules,
@@ -148,7 +149,10 @@ class StepKV:
         self._device = device
         dtype = layers[0].key.dtype
         compute = compute_dtype(dtype, device)
-        self._rules = AttentionRules(compute_dtype=None if compute == dtype else compute)
+        self._rules = AttentionRules(
+            compute_dtype=None if compute == dtype else compute,
+            own_kernels=cpu_kernels.serves(dtype, device),
+        )
         # By layer and request: the positions that were stored, as ranges.
         self._stored: dict[tuple[int, int], list[range]] = {}
         self._passes = passes

@@ -8,8 +8,9 @@ a digit. What then still needs digits below float16's smallest number is less th
 largest weight, and rounded by at most 2^-39 of it, where a float32 sum rounds by 2^-24 of itself.
 A matrix with more digits than bfloat16 and float16 have stays in float32.
 
-So the model is the same: the products are those of float32, summed in another order. From some 100
-rows on (prompts) the kernel is a little slower than the packed float32 one.
+So the model is the same: the products are those of float32, summed in another order. They are
+foresay's own (`cpu_kernels`), which read the weights as fast as memory gives them, so that up to 8
+rows take little longer than one; else FBGEMM's, as torch has them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import math
 
 import torch
 
+from foresay.core.worker import cpu_kernels
+from foresay.core.worker.cpu_kernels import Panels
 from foresay.core.worker.linear import Linear
 
 _CHUNK = 256  # rows that are looked at together
@@ -27,9 +30,13 @@ _MOST_SCALE = 100  # as a power of two: a float32, too, and what is scaled by it
 _NOT_BFLOAT16 = 0xFFFF  # the digits of a float32 that bfloat16 has not
 
 
-@functools.cache
 def is_available() -> bool:
-    """Whether this torch has the product for this CPU: it is tried."""
+    """Whether there is a product for this CPU: foresay's own, or torch's, which is tried."""
+    return cpu_kernels.has_products() or _torch_has_it()
+
+
+@functools.cache
+def _torch_has_it() -> bool:
     x, weight = (torch.full((n, 16), 0.5, dtype=torch.float32) for n in (2, 16))
     try:
         y = torch.ops.quantized.linear_dynamic_fp16(x, _packed(weight))
@@ -80,9 +87,13 @@ class HalfLinear(Linear):
         if scale is None:
             super().__init__(weight, bias, dtype, pack=pack, row_invariant=row_invariant)
             return
-        self._half = _packed(full if scale == 1.0 else full * scale)
-        self._run = torch.ops.quantized.linear_dynamic_fp16.default
-        self._unscale = 1.0 / scale
+        self.panels: Panels | None = None  # for foresay's own product
+        if cpu_kernels.has_products():
+            self.panels = Panels.of(full, -int(math.log2(scale)))
+        else:
+            self._half = _packed(full if scale == 1.0 else full * scale)
+            self._run = torch.ops.quantized.linear_dynamic_fp16.default
+            self._unscale = 1.0 / scale
         self.dtype = dtype
         self.compute = torch.float32
         self.bias = None if bias is None else bias.detach().to(self.compute)
@@ -94,15 +105,21 @@ class HalfLinear(Linear):
         """Return a copy of the weight's rows `ids` [n], and of the bias, in x's dtype."""
         if not self.is_half:
             return super().rows(ids)
-        weight, _ = torch.ops.quantized.linear_unpack_fp16(self._half)
         bias = None if self.bias is None else self.bias[ids].to(self.dtype)
+        if self.panels is not None:
+            return self.panels.rows(ids).to(self.dtype), bias
+        weight, _ = torch.ops.quantized.linear_unpack_fp16(self._half)
         return (weight[ids] * self._unscale).to(self.dtype), bias
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return residual + y, [num_rows, out_features]."""
         if not self.is_half:
             return super().add_to(residual, x)
-        if self.bias is not None or self.dtype != self.compute:
+        if self.dtype != self.compute:
+            return self(x).add_(residual)
+        if self.panels is not None:
+            return cpu_kernels.product(x, self.panels, self.bias, residual)
+        if self.bias is not None:
             return self(x).add_(residual)
         y = self._run(x, self._half)
         return torch.add(residual, y, alpha=self._unscale, out=y)
@@ -110,6 +127,8 @@ class HalfLinear(Linear):
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if not self.is_half:
             return super()._product(x)
+        if self.panels is not None:
+            return cpu_kernels.product(x, self.panels, self.bias)
         y: torch.Tensor = self._run(x, self._half)
         if self._unscale != 1.0:
             y.mul_(self._unscale)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from foresay.core.worker import cpu_kernels
+
 # The rotary table grows by this many positions: a multiple of any vector width, so that the same
 # position is always computed in the same lane of the same kernel.
 _ROTARY_CHUNK = 4096
@@ -59,5 +61,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Do as `rotate` does, in the place of `x`, and return it."""
+    if cpu_kernels.serves(x.dtype, x.device) and x.stride()[1:] == (x.shape[2], 1):
+        return cpu_kernels.rotate_(x, cos, sin)
     turned = x.roll(x.shape[-1] // 2, dims=-1).mul_(sin)
     return x.mul_(cos).add_(turned)

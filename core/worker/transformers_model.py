@@ -18,6 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from foresay.core.errors import ModelError, one_line
 from foresay.core.proposer import KVRows
+from foresay.core.worker import cpu_kernels
 from foresay.core.worker.attention import AttentionMetadata, AttentionRules
 from foresay.core.worker.capture import Capture
 from foresay.core.worker.kv_cache import KVCache
@@ -88,6 +89,11 @@ class TransformersDecoder:
                 head_dim=head_dim,
                 row_invariant=row_invariant and len(heads) == 1,  # rules are for one shape
                 capped=findings.capped,
+                own_kernels=cpu_kernels.serves(model.dtype, model.device)
+                and all(
+                    cpu_kernels.attends(number, kv.num_kv_heads, kv.head_dim, kv.value_dim)
+                    for number, kv in zip(findings.num_heads, self.kv_layout, strict=True)
+                ),
             )
             self._set_attention(PAGED, probe)
             self._check(probe)

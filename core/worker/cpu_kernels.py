@@ -1,0 +1,278 @@
+"""The face of the CPU path's own kernels: what lies between a decoder layer's matrix products.
+
+A step of few rows is bound by how often something is started, not by arithmetic: torch takes some
+sixty operations a layer besides the products, each with a few microseconds around it. These take
+five calls. They are in C (`kernels/cpu.c`), built where there is a compiler when foresay is
+installed; without them, or with `FORESAY_CPU_KERNELS=0` in the environment, torch's operations
+serve. All of them are for float32.
+
+A row's result never depends on the other rows, nor on the number of threads: no padding, no masks,
+no copies are needed for it. Attention reads the keys where they lie in the pool, the nodes above a
+tree's node as if they were the text behind the prompt. Knows rows, slots and trees; no models.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from foresay.core.worker.kv_cache import LayerCache
+
+if TYPE_CHECKING:
+    from foresay.core.worker.attention_layout import TreeLayout
+
+try:
+    from foresay.core.worker.kernels import _cpu as _built
+except ImportError:  # no compiler, or none that could build them
+    _kernels = None
+else:
+    _kernels = _built if os.environ.get("FORESAY_CPU_KERNELS", "1") != "0" else None
+
+# Rows of a text that are attended to together: keys are fetched once for them. As in the C file.
+_ROWS_PER_TILE = 8
+_MAX_DIM = 256
+_MAX_FOLD = 16
+_DIM_STEP = 16
+_PANEL = 32
+_NO_OWN = np.iinfo(np.int64).max
+
+
+def is_available() -> bool:
+    """Whether they are built, and not switched off."""
+    return _kernels is not None
+
+
+def serves(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether they take such rows."""
+    return _kernels is not None and dtype == torch.float32 and device.type == "cpu"
+
+
+@cache
+def attends(num_heads: int, num_kv_heads: int, head_dim: int, value_dim: int) -> bool:
+    """Whether `attend` serves layers of such heads; what they keep must be as it `serves`."""
+    dims = (head_dim, value_dim)
+    return num_heads <= num_kv_heads * _MAX_FOLD and all(
+        dim % _DIM_STEP == 0 and dim <= _MAX_DIM for dim in dims
+    )
+
+
+def has_products() -> bool:
+    """Whether there are matrix products for this CPU's instructions."""
+    return _kernels is not None and _kernels.has_products()
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight of `x` [..., width], over the last dimension."""
+    assert _kernels is not None
+    width = x.shape[-1]
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    num_rows = x.numel() // width
+    _kernels.rms_norm(
+        x.data_ptr(), weight.data_ptr(), y.data_ptr(), num_rows, width, width,
+        torch.get_num_threads(), eps,
+    )  # fmt: skip
+    return y
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return gate * sigmoid(gate) * up of `gate_up` [num_rows, 2 * width]: [num_rows, width]."""
+    assert _kernels is not None
+    gate_up = gate_up.contiguous()
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    y = gate_up.new_empty(num_rows, width)
+    _kernels.silu_mul(
+        gate_up.data_ptr(), y.data_ptr(), num_rows, width, 2 * width, torch.get_num_threads()
+    )
+    return y
+
+
+def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate `x` [num_rows, num_heads, D] in its place and return it; see `rotary.rotate`.
+
+    A row's heads lie side by side. `cos`, `sin`: [num_rows, 1, D], contiguous.
+    """
+    assert _kernels is not None
+    num_rows, num_heads, dim = x.shape
+    _kernels.rotate(
+        x.data_ptr(), cos.data_ptr(), sin.data_ptr(), num_rows, num_heads, dim, x.stride(0),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return x
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """A matrix [out_features, in_features] in float16 as `product` reads it, and its scale.
+
+    A panel holds 32 of the outputs, input by input; what is left of the last one is zero. The
+    matrix is what they hold times 2^exponent.
+    """
+
+    values: torch.Tensor  # [num_panels, in_features, 32] float16
+    out_features: int
+    exponent: int
+
+    @staticmethod
+    def of(weight: torch.Tensor, exponent: int) -> Panels:
+        """Take `weight` [out_features, in_features] and lay out it divided by 2^exponent.
+
+        It must be in float16's numbers then, and in float32.
+        """
+        out_features, in_features = weight.shape
+        num_panels = -(-out_features // _PANEL)
+        padded = torch.zeros(num_panels * _PANEL, in_features, dtype=torch.float16)
+        padded[:out_features] = weight * 2.0**-exponent
+        panels = padded.view(num_panels, _PANEL, in_features).transpose(1, 2).contiguous()
+        return Panels(panels, out_features, exponent)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return rows `ids` [n] of the matrix, [n, in_features] float32."""
+        return self.values[ids // _PANEL, :, ids % _PANEL].float() * 2.0**self.exponent
+
+
+def product(
+    x: torch.Tensor,  # [num_rows, in_features]
+    weight: Panels,
+    bias: torch.Tensor | None,  # [out_features]
+    residual: torch.Tensor | None = None,  # [num_rows, out_features]
+) -> torch.Tensor:
+    """Return x W^T + bias + residual, [num_rows, out_features]; all in float32."""
+    assert _kernels is not None
+    x = x.contiguous()
+    num_rows, in_features = x.shape
+    if in_features != weight.values.shape[1]:
+        raise ValueError(f"{in_features} inputs for a matrix of {weight.values.shape[1]}")
+    y = x.new_empty(num_rows, weight.out_features)
+    residual = None if residual is None else residual.contiguous()
+    _kernels.product(
+        x.data_ptr(), weight.values.data_ptr(), y.data_ptr(),
+        0 if bias is None else bias.data_ptr(), 0 if residual is None else residual.data_ptr(),
+        weight.exponent, num_rows, in_features, weight.out_features, in_features,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+@dataclass(frozen=True, slots=True)
+class CPURows:
+    """A step's rows as `attend` sees them, request after request."""
+
+    slots: np.ndarray  # [n] int64: by request those of its keys, then those of nodes' paths
+    # [num_tokens, 4] int64: where its keys begin in `slots`, how many it sees, from which on it has
+    # keys of its own, and where these begin
+    rows: np.ndarray
+    tiles: np.ndarray  # [num_tiles, 2] int64: the first row of each, and how many; of one request
+    addresses: tuple[int, int, int]  # of the three, in this order
+
+    @staticmethod
+    def build(
+        positions: Sequence[np.ndarray],
+        slots: Sequence[np.ndarray],
+        trees: Sequence[TreeLayout | None] | None,
+    ) -> CPURows:
+        """Lay out one step; arguments as those of `AttentionMetadata.build`."""
+        flat = np.concatenate(positions)
+        rows = np.empty((len(flat), 4), dtype=np.int64)
+        rows[:, 1] = flat + 1
+        rows[:, 2] = _NO_OWN
+        rows[:, 3] = 0
+        paths: list[np.ndarray] = []
+        num_slots = sum(map(len, slots))
+        tiles = []
+        row = key = 0
+        for index, of_rows in enumerate(positions):
+            end = row + len(of_rows)
+            rows[row:end, 0] = key
+            firsts = np.arange(row, end, _ROWS_PER_TILE)
+            tiles.append(np.stack([firsts, np.minimum(end - firsts, _ROWS_PER_TILE)], axis=1))
+            tree = None if trees is None else trees[index]
+            if tree is not None:
+                if len(tree.nodes) != len(of_rows):
+                    raise ValueError(
+                        f"{len(tree.nodes)} nodes for {len(of_rows)} query rows: give one for each"
+                    )
+                parents = tree.parents.tolist()
+                for at, node in enumerate(tree.nodes.tolist()):
+                    if node < 0:
+                        continue
+                    path = _path(node, parents)
+                    rows[row + at, 1:] = tree.first + len(path), tree.first, num_slots
+                    paths.append(slots[index][tree.first + np.array(path)])
+                    num_slots += len(path)
+            row = end
+            key += len(slots[index])
+        arrays = (
+            np.concatenate([*slots, *paths]).astype(np.int64, copy=False),
+            rows,
+            np.concatenate(tiles),
+        )
+        slots_at, rows_at, tiles_at = (array.ctypes.data for array in arrays)
+        return CPURows(*arrays, (slots_at, rows_at, tiles_at))
+
+
+def _path(node: int, parents: Sequence[int]) -> list[int]:
+    """Return the nodes from the root's child down to `node`."""
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
+
+def attend(
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim], rope applied
+    layer: LayerCache,
+    rows: CPURows,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """Attend for rows whose keys and values are in the cache, as `paged_attention` does.
+
+    Returns [num_tokens, num_heads, value_dim]. For layers that it `attends`.
+    """
+    assert _kernels is not None
+    num_tokens, num_heads, head_dim = query.shape
+    if query.stride(2) != 1 or query.stride(1) != head_dim:
+        query = query.contiguous()
+    pool = layer.slots
+    out = query.new_empty(num_tokens, num_heads, layer.value_dim)
+    _kernels.attend(
+        query.data_ptr(), pool.data_ptr(), out.data_ptr(), *rows.addresses, len(rows.tiles),
+        query.stride(0), pool.stride(0), num_heads, layer.num_kv_heads, head_dim, layer.value_dim,
+        sliding_window or 0, torch.get_num_threads(), scale,
+    )  # fmt: skip
+    return out
+
+
+def run_layer(
+    fields: int,
+    residual: torch.Tensor,  # [num_rows, hidden], contiguous
+    cos: torch.Tensor,  # [num_rows, 1, head_dim], contiguous
+    sin: torch.Tensor,
+    *,
+    layer: LayerCache,
+    slot_mapping: torch.Tensor,  # [num_rows] int64
+    rows: CPURows,
+    scratch: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """Run a decoder layer whose fields are at an address; see `cpu_layer`, which makes them.
+
+    Returns the residual stream after it, and keeps keys and values in the cache.
+    """
+    assert _kernels is not None
+    y = torch.empty_like(residual)
+    _kernels.layer(
+        fields, residual.data_ptr(), y.data_ptr(), scratch.data_ptr(), cos.data_ptr(),
+        sin.data_ptr(), slot_mapping.data_ptr(), layer.slots.data_ptr(), *rows.addresses,
+        len(rows.tiles), layer.slots.stride(0), residual.shape[0], torch.get_num_threads(), eps,
+    )  # fmt: skip
+    return y

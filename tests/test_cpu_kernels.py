@@ -1,0 +1,284 @@
+"""The CPU's own kernels: against formulas in float64, a row against itself among others, and off.
+
+Every instruction set that this CPU has is tried.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from paged_batches import Step, Text, Tree, by_definition, in_torch, make_step, path, random_parents
+
+from foresay.core.worker import cpu_kernels
+from foresay.core.worker.attention import AttentionRules
+from foresay.core.worker.cpu_kernels import rms_norm, rotate_, silu_mul
+from foresay.core.worker.rotary import rotate
+
+pytestmark = pytest.mark.skipif(
+    not cpu_kernels.is_available(), reason="they are not built, or switched off"
+)
+
+OWN = AttentionRules(own_kernels=True)
+SETS = [] if cpu_kernels._kernels is None else cpu_kernels._kernels.supported()
+TREE = [-1, -1, 0, 0, 1, 2, 2, 5, -1, 3]
+# One token, a prompt, drafts that end where a block does, trees with committed rows and without.
+MIXED = [
+    Text(37, 1),
+    Text(21, 21),
+    Text(32, 5),
+    Tree(30, TREE, [-1, *range(10)]),
+    Text(1, 1),
+    Tree(16, [-1, 0, -1, 0, 3], [3, 4]),
+    Text(300, 40),
+]
+
+
+@pytest.fixture(params=SETS, autouse=True)
+def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
+    assert cpu_kernels._kernels is not None
+    cpu_kernels._kernels.use(request.param)
+    yield request.param
+    cpu_kernels._kernels.use(SETS[0])
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def test_the_best_set_is_used_first() -> None:
+    assert SETS[-1] == "baseline"
+    flags = {"avx512": "avx512dq", "avx2": "avx2"}
+    try:
+        with open("/proc/cpuinfo") as file:
+            known = file.read()
+    except OSError:
+        pytest.skip("this system does not tell its CPU's instructions so")
+    for name, flag in flags.items():
+        assert (name in SETS) == (flag in known.split()), name
+
+
+# --- row by row
+
+
+@pytest.mark.parametrize("width", [16, 37, 576, 577, 1536])
+@pytest.mark.parametrize("size", [1e-4, 1.0, 300.0])
+def test_the_norm_is_its_formula(width: int, size: float) -> None:
+    torch.manual_seed(width)
+    x, weight = torch.randn(7, width) * size, torch.randn(width)
+    exact = x.double()
+    exact = exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), exact, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", [8, 37, 1536])
+def test_the_gate_is_its_formula(width: int) -> None:
+    torch.manual_seed(width)
+    x = torch.randn(5, 2 * width) * 8
+    x[0, :5] = torch.tensor([0.0, -30.0, 30.0, -80.0, 80.0])
+    gate, up = x.double().chunk(2, dim=1)
+    torch.testing.assert_close(silu_mul(x).double(), F.silu(gate) * up, rtol=1e-6, atol=1e-30)
+
+
+def test_a_gate_at_the_ends_of_its_exponential_fades_or_passes() -> None:
+    gate = torch.tensor([-1e4, -104.0, -88.0, 88.0, 104.0, 1e4])
+    out = silu_mul(torch.cat([gate, torch.ones(6)])[None])[0]
+    assert (out[:3].abs() < 1e-30).all()
+    assert torch.equal(out[3:], gate[3:])
+
+
+@pytest.mark.parametrize(("num_heads", "dim"), [(12, 64), (3, 80), (2, 20), (1, 2)])
+def test_rotation_is_that_of_torch_and_touches_nothing_else(num_heads: int, dim: int) -> None:
+    torch.manual_seed(dim)
+    rows = torch.randn(9, num_heads + 2, dim)
+    cos, sin = torch.randn(9, 1, dim), torch.randn(9, 1, dim)
+    expected = rotate(rows[:, :num_heads].double(), cos.double(), sin.double())
+    others = rows[:, num_heads:].clone()
+    rotated = rotate_(rows[:, :num_heads], cos, sin)
+    torch.testing.assert_close(rotated.double(), expected, rtol=1e-6, atol=1e-6)
+    assert rotated.data_ptr() == rows.data_ptr()
+    assert torch.equal(rows[:, num_heads:], others)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 9, 130, 700])
+def test_a_row_has_the_same_bits_among_any_others(num_rows: int, threads: int) -> None:
+    torch.manual_seed(num_rows)
+    x, weight = torch.randn(num_rows, 1154), torch.randn(1154)
+    cos, sin = torch.randn(num_rows, 1, 64), torch.randn(num_rows, 1, 64)
+    heads = torch.randn(num_rows, 9, 64)
+    normed, gated, rotated = rms_norm(x, weight, 1e-5), silu_mul(x), rotate_(heads.clone(), cos, sin)
+    for row in {0, num_rows // 2, num_rows - 1}:
+        alone = slice(row, row + 1)
+        assert torch.equal(rms_norm(x[alone], weight, 1e-5), normed[alone])
+        assert torch.equal(silu_mul(x[alone]), gated[alone])
+        assert torch.equal(rotate_(heads[alone].clone(), cos[alone], sin[alone]), rotated[alone])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_in_its_row(bad: float) -> None:
+    x = torch.ones(3, 64)
+    x[1, 5] = bad
+    for out in (rms_norm(x, torch.ones(64), 1e-5), silu_mul(x)):
+        assert out[[0, 2]].isfinite().all()
+    assert rms_norm(x, torch.ones(64), 1e-5)[1].isnan().any()
+    assert not silu_mul(x)[1].isfinite().all()
+
+
+# --- attention
+
+
+@pytest.mark.parametrize(
+    ("shape", "window"),
+    [
+        pytest.param((2, 2, 16, 16), None, id="multi-head"),
+        pytest.param((9, 3, 64, 64), None, id="three-heads-a-key"),
+        pytest.param((9, 3, 64, 64), 9, id="three-heads-a-key-window"),
+        pytest.param((5, 1, 64, 16), 2, id="five-heads-a-key-window-within-the-tree"),
+        pytest.param((4, 2, 80, 48), 20, id="uneven-heads"),
+        pytest.param((16, 1, 32, 256), None, id="sixteen-heads-a-key"),
+        pytest.param((7, 1, 128, 128), 33, id="seven-heads-a-key"),
+    ],
+)
+def test_attention_is_its_definition(
+    shape: tuple[int, int, int, int], window: int | None, threads: int
+) -> None:
+    """Slots that no row reads hold NaN, so what is read besides shows."""
+    step = make_step(MIXED, shape)
+    out = in_torch(step, OWN, scale=0.2, sliding_window=window)
+    expected = by_definition(step, 0.2, window)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_a_row_attends_with_the_same_bits_in_any_batch(window: int | None, threads: int) -> None:
+    step = make_step([*MIXED, Text(1500, 90)], (9, 3, 64, 64))
+    whole = in_torch(step, OWN, scale=0.2, sliding_window=window)
+    start = 0
+    for index, positions in enumerate(step.positions):
+        rows = whole[start : start + len(positions)]
+        start += len(positions)
+        alone = step.take([index])
+        assert torch.equal(in_torch(alone, OWN, scale=0.2, sliding_window=window), rows)
+        for at in {0, len(positions) // 2, len(positions) - 1}:
+            one = _row(alone, at)
+            assert torch.equal(in_torch(one, OWN, scale=0.2, sliding_window=window), rows[[at]])
+
+
+def _row(step: Step, at: int) -> Step:
+    """The step of one row of its only request."""
+    tree = step.trees[0]
+    if tree is not None:
+        tree = replace(tree, nodes=tree.nodes[[at]])
+    position = step.positions[0][[at]]
+    slots = step.slots[0] if tree is not None else step.slots[0][: position[0] + 1]
+    return replace(
+        step, query=step.query[[at]], positions=[position], slots=[slots], trees=[tree]
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("window", [None, 11])
+def test_a_node_has_the_bits_of_its_path_as_a_text(seed: int, window: int | None) -> None:
+    parents = random_parents(14, seed)
+    first = 25 + 5 * seed  # so that nodes lie before, behind and across blocks of keys
+    step = make_step([Tree(first, parents, range(14))], (6, 2, 32, 32), seed=seed)
+    out = in_torch(step, OWN, scale=0.2, sliding_window=window)
+    for node in range(14):
+        way = path(parents, node)[::-1]
+        slots = np.concatenate([step.slots[0][:first], step.slots[0][first + np.array(way)]])
+        text = replace(
+            step,
+            query=step.query[[node]],
+            positions=[np.array([len(slots) - 1])],
+            slots=[slots],
+            trees=[None],
+        )
+        assert torch.equal(in_torch(text, OWN, scale=0.2, sliding_window=window), out[[node]])
+
+
+def test_a_row_that_is_no_number_spoils_no_other() -> None:
+    step = make_step(MIXED, (4, 2, 16, 16))
+    whole = in_torch(step, OWN, scale=0.2)
+    query = step.query.clone()
+    query[3, 1, 2] = torch.nan
+    out = in_torch(replace(step, query=query), OWN, scale=0.2)
+    assert out[3, 1].isnan().all()
+    out[3, 1] = whole[3, 1]
+    assert torch.equal(out, whole)
+
+
+def test_scores_far_apart_do_not_overflow() -> None:
+    step = make_step([Text(40, 40)], (2, 1, 16, 16))
+    step.query.mul_(1e4)
+    out = in_torch(step, OWN, scale=1.0)
+    torch.testing.assert_close(out.double(), by_definition(step, 1.0), rtol=1e-5, atol=1e-5)
+
+
+def test_caps_and_sinks_are_left_to_torch() -> None:
+    step = make_step(MIXED, (4, 2, 16, 16))
+    for options in ({"softcap": 1.5}, {"sinks": torch.randn(4)}):
+        out = in_torch(step, OWN, scale=0.2, **options)
+        assert torch.equal(out, in_torch(step, scale=0.2, **options))
+
+
+def test_heads_of_other_shapes_are_left_to_torch() -> None:
+    assert not cpu_kernels.attends(4, 2, 24, 16)
+    assert not cpu_kernels.attends(4, 2, 16, 272)
+    assert not cpu_kernels.attends(17, 1, 16, 16)
+    assert cpu_kernels.attends(16, 1, 256, 16)
+    step = make_step(MIXED, (4, 2, 24, 16))
+    assert torch.equal(in_torch(step, OWN, scale=0.2), in_torch(step, scale=0.2))
+
+
+def test_a_tree_with_too_few_nodes_is_refused() -> None:
+    step = make_step([Tree(5, [-1, 0], [0, 1])], (2, 1, 16, 16))
+    tree = step.trees[0]
+    assert tree is not None
+    step.trees[0] = replace(tree, nodes=tree.nodes[:1])
+    with pytest.raises(ValueError, match="1 nodes for 2 query rows"):
+        in_torch(step, OWN, scale=0.2)
+
+
+# --- the module
+
+
+def test_arguments_are_counted_and_read() -> None:
+    kernels = cpu_kernels._kernels
+    assert kernels is not None
+    with pytest.raises(TypeError, match="expected 8"):
+        kernels.rms_norm(1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="expected 16"):
+        kernels.attend(*range(15))  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        kernels.silu_mul(*["1"] * 6)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'mmx'"):
+        kernels.use("mmx")
+    with pytest.raises(ValueError, match="shape"):
+        kernels.attend(*[0] * 6, 0, 0, 0, 4, 2, 24, 16, 0, 1, 0.2)
+
+
+def test_they_can_be_switched_off() -> None:
+    code = (
+        "from foresay.core.worker import cpu_kernels as k; import torch; "
+        "print(k.is_available(), k.serves(torch.float32, torch.device('cpu')))"
+    )
+    for value, expected in (("0", "False False"), ("1", "True True")):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "FORESAY_CPU_KERNELS": value},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.strip() == expected
