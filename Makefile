@@ -20,6 +20,7 @@ ARGS ?=
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 PLUGIN_PACKAGES := $(filter-out %.egg-info,$(notdir $(patsubst %/,%,$(wildcard plugins/*/src/foresay_*/))))
 PROJECTS := pyproject.toml $(addsuffix /pyproject.toml,$(PLUGINS))
+KERNELS := $(wildcard core/worker/kernels/*.c core/worker/kernels/*.h)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
@@ -35,7 +36,7 @@ install: $(STAMP)
 
 # torch comes first, and alone: what is installed already satisfies foresay's own wider range.
 # setuptools warns of every editable install whose package has the root's name: that is how it is meant here.
-$(STAMP): $(PROJECTS) constraints-cpu.txt
+$(STAMP): $(PROJECTS) $(KERNELS) constraints-cpu.txt
 	@test -n "$(PYTHON)" || { echo "error: foresay needs Python 3.11 or 3.12; make PYTHON=..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c constraints-cpu.txt pip setuptools
@@ -63,4 +64,5 @@ lint: install
 
 clean:
 	rm -rf $(VENV) build dist plugins/*/build plugins/*/dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -f core/worker/kernels/*.so
 	find . -name __pycache__ -prune -exec rm -rf {} + -o -name "*.egg-info" -prune -exec rm -rf {} +

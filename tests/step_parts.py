@@ -17,6 +17,7 @@ import torch
 
 from foresay.core.scheduling.scheduler import Scheduler
 from foresay.core.worker import model_runner
+from foresay.core.worker.decoder import FastDecoder
 from foresay.core.worker.linear import Linear
 from foresay.core.worker.model_runner import ModelRunner
 from foresay.core.worker.target import TargetModel
@@ -105,6 +106,10 @@ def noted_products() -> Iterator[list[tuple[Linear, Callable[[], object]]]]:
         return outer
 
     with ExitStack() as stack:
+        # A layer in one call makes its products by itself: have it run in parts.
+        whole = FastDecoder._whole_layers
+        stack.callback(setattr, FastDecoder, "_whole_layers", whole)
+        FastDecoder._whole_layers = lambda *_: None  # type: ignore[method-assign]
         for owner in (Linear, *Linear.__subclasses__()):
             for name, inner in list(vars(owner).items()):
                 is_public = name == "__call__" or not name.startswith("_")

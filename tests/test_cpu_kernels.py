@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from paged_batches import Step, Text, Tree, by_definition, in_torch, make_step, 
 
 from foresay.core.worker import cpu_kernels
 from foresay.core.worker.attention import AttentionRules
-from foresay.core.worker.cpu_kernels import rms_norm, rotate_, silu_mul
+from foresay.core.worker.cpu_kernels import Panels, product, rms_norm, rotate_, silu_mul
 from foresay.core.worker.rotary import rotate
 
 pytestmark = pytest.mark.skipif(
@@ -117,7 +118,8 @@ def test_a_row_has_the_same_bits_among_any_others(num_rows: int, threads: int) -
     x, weight = torch.randn(num_rows, 1154), torch.randn(1154)
     cos, sin = torch.randn(num_rows, 1, 64), torch.randn(num_rows, 1, 64)
     heads = torch.randn(num_rows, 9, 64)
-    normed, gated, rotated = rms_norm(x, weight, 1e-5), silu_mul(x), rotate_(heads.clone(), cos, sin)
+    normed, gated = rms_norm(x, weight, 1e-5), silu_mul(x)
+    rotated = rotate_(heads.clone(), cos, sin)
     for row in {0, num_rows // 2, num_rows - 1}:
         alone = slice(row, row + 1)
         assert torch.equal(rms_norm(x[alone], weight, 1e-5), normed[alone])
@@ -147,6 +149,8 @@ def test_what_is_no_number_stays_in_its_row(bad: float) -> None:
         pytest.param((5, 1, 64, 16), 2, id="five-heads-a-key-window-within-the-tree"),
         pytest.param((4, 2, 80, 48), 20, id="uneven-heads"),
         pytest.param((16, 1, 32, 256), None, id="sixteen-heads-a-key"),
+        pytest.param((4, 2, 8, 8), None, id="short-heads"),
+        pytest.param((4, 2, 20, 12), 30, id="short-heads-window"),
         pytest.param((7, 1, 128, 128), 33, id="seven-heads-a-key"),
     ],
 )
@@ -182,9 +186,7 @@ def _row(step: Step, at: int) -> Step:
         tree = replace(tree, nodes=tree.nodes[[at]])
     position = step.positions[0][[at]]
     slots = step.slots[0] if tree is not None else step.slots[0][: position[0] + 1]
-    return replace(
-        step, query=step.query[[at]], positions=[position], slots=[slots], trees=[tree]
-    )
+    return replace(step, query=step.query[[at]], positions=[position], slots=[slots], trees=[tree])
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -233,11 +235,11 @@ def test_caps_and_sinks_are_left_to_torch() -> None:
 
 
 def test_heads_of_other_shapes_are_left_to_torch() -> None:
-    assert not cpu_kernels.attends(4, 2, 24, 16)
+    assert not cpu_kernels.attends(4, 2, 22, 16)
     assert not cpu_kernels.attends(4, 2, 16, 272)
     assert not cpu_kernels.attends(17, 1, 16, 16)
     assert cpu_kernels.attends(16, 1, 256, 16)
-    step = make_step(MIXED, (4, 2, 24, 16))
+    step = make_step(MIXED, (4, 2, 22, 16))
     assert torch.equal(in_torch(step, OWN, scale=0.2), in_torch(step, scale=0.2))
 
 
@@ -265,7 +267,7 @@ def test_arguments_are_counted_and_read() -> None:
     with pytest.raises(ValueError, match="'mmx'"):
         kernels.use("mmx")
     with pytest.raises(ValueError, match="shape"):
-        kernels.attend(*[0] * 6, 0, 0, 0, 4, 2, 24, 16, 0, 1, 0.2)
+        kernels.attend(*[0] * 6, 0, 0, 0, 4, 2, 22, 16, 0, 1, 0.2)
 
 
 def test_they_can_be_switched_off() -> None:
@@ -282,3 +284,82 @@ def test_they_can_be_switched_off() -> None:
             check=True,
         )
         assert done.stdout.strip() == expected
+
+
+# --- products
+
+SHAPES = [(7, 5), (33, 64), (100, 65), (160, 200), (576, 1536)]
+
+
+def half(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Numbers of float16, divided by 2^9."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half().float() / 512
+
+
+def multiplied(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    if not cpu_kernels.has_products():
+        pytest.skip("this instruction set has no products")
+    return product(x, *arguments)
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("has_residual", [False, True], ids=["no residual", "residual"])
+def test_a_product_is_its_formula(
+    out_features: int, in_features: int, has_bias: bool, has_residual: bool
+) -> None:
+    weight = half(out_features, in_features)
+    panels = Panels.of(weight, -9)
+    assert torch.equal(panels.rows(torch.arange(out_features)), weight)
+    x = torch.randn(13, in_features)
+    bias = torch.randn(out_features) if has_bias else None
+    residual = torch.randn(13, out_features) if has_residual else None
+    exact = x.double() @ weight.double().T
+    for more in (bias, residual):
+        exact = exact if more is None else exact + more.double()
+    out = multiplied(x, panels, bias, residual)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+def test_a_row_of_a_product_has_the_same_bits_in_any_batch(
+    out_features: int, in_features: int, threads: int
+) -> None:
+    panels, x = Panels.of(half(out_features, in_features), -9), torch.randn(61, in_features)
+    residual = torch.randn(61, out_features)
+    whole = multiplied(x, panels, None, residual)
+    for num_rows in [*range(1, 28), 60]:
+        for start in (0, 61 - num_rows):
+            rows = slice(start, start + num_rows)
+            out = product(x[rows], panels, None, residual[rows])
+            assert torch.equal(out, whole[rows]), (num_rows, start)
+
+
+def test_long_sums_are_rounded_in_pieces() -> None:
+    """One sum after another over 1e5 inputs would be off by thousands of ulps."""
+    panels = Panels.of(torch.full((32, 100_000), 0.1).half().float(), 0)
+    out = multiplied(torch.ones(1, 100_000), panels, None)
+    exact = 100_000 * float(torch.tensor(0.1).half())
+    assert abs(float(out[0, 0]) / exact - 1) < 2e-5
+
+
+def test_products_keep_what_is_no_number_in_its_row() -> None:
+    x = torch.randn(3, 64)
+    x[1, 5] = torch.nan
+    out = multiplied(x, Panels.of(half(40, 64), -9), None)
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+
+
+def test_a_product_of_other_sizes_is_refused() -> None:
+    with pytest.raises(ValueError, match="5 inputs for a matrix of 64"):
+        multiplied(torch.randn(1, 5), Panels.of(half(40, 64), -9), None)
+
+
+def test_without_instructions_for_it_a_product_is_refused() -> None:
+    assert cpu_kernels._kernels is not None
+    cpu_kernels._kernels.use("baseline")
+    if cpu_kernels.has_products():
+        pytest.skip("all sets have it")
+    with pytest.raises(RuntimeError, match="no products"):
+        product(torch.randn(1, 64), Panels.of(half(40, 64), -9), None)

@@ -30,15 +30,14 @@ if TYPE_CHECKING:
 try:
     from foresay.core.worker.kernels import _cpu as _built
 except ImportError:  # no compiler, or none that could build them
-    _kernels = None
-else:
-    _kernels = _built if os.environ.get("FORESAY_CPU_KERNELS", "1") != "0" else None
+    _built = None  # type: ignore[assignment]
+_kernels = _built if os.environ.get("FORESAY_CPU_KERNELS", "1") != "0" else None
 
 # Rows of a text that are attended to together: keys are fetched once for them. As in the C file.
 _ROWS_PER_TILE = 8
 _MAX_DIM = 256
 _MAX_FOLD = 16
-_DIM_STEP = 16
+_DIM_STEP = 4
 _PANEL = 32
 _NO_OWN = np.iinfo(np.int64).max
 

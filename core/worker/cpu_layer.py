@@ -20,7 +20,6 @@ from foresay.core.worker.half_linear import HalfLinear
 from foresay.core.worker.kv_cache import LayerCache
 from foresay.core.worker.linear import Linear
 
-
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -41,7 +40,8 @@ class CPULayers:
         if dtype != torch.float32 or not cpu_kernels.has_products():
             return None
         fields = [fields for block in blocks if (fields := _fields(block)) is not None]
-        if len(fields) < len(blocks) or len({block.mlp_norm.eps for block in blocks}) > 1:
+        epsilons = {block.mlp_norm.eps for block in blocks}
+        if not fields or len(fields) < len(blocks) or len(epsilons) > 1:
             return None
         return CPULayers(blocks, fields)
 

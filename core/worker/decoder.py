@@ -151,13 +151,10 @@ class FastDecoder:
         capture: Capture | None = None,
     ) -> torch.Tensor:
         """Return logits [num_output_rows, vocab_size] in the model's dtype; fill `capture`."""
-        if self.cpu_layers is not None and metadata.cpu is not None:
-            layers = self.cpu_layers.over(cache.layers, metadata.slot_mapping, metadata.cpu)
-        else:
-            layers = self._layers(
-                functools.partial(paged_attention, cache=layer, metadata=metadata)
-                for layer in cache.layers
-            )
+        layers = self._whole_layers(cache, metadata) or self._layers(
+            functools.partial(paged_attention, cache=layer, metadata=metadata)
+            for layer in cache.layers
+        )
         return self._run(input_ids, metadata.positions, output_rows, layers, capture)
 
     def forward_rows(
@@ -168,6 +165,12 @@ class FastDecoder:
             functools.partial(rows.attend, number) for number in range(len(self.layers))
         )
         return self._run(input_ids, rows.positions, output_rows, layers, None)
+
+    def _whole_layers(self, cache: KVCache, metadata: AttentionMetadata) -> list[Layer] | None:
+        """Return the layers of a pass in one call each, if the CPU's own kernels serve it."""
+        if self.cpu_layers is None or metadata.cpu is None:
+            return None
+        return self.cpu_layers.over(cache.layers, metadata.slot_mapping, metadata.cpu)
 
     def _layers(self, attends: Iterable[Attend]) -> list[Layer]:
         """Return the layers of a pass, each with its attention."""

@@ -244,6 +244,7 @@ class StaticRows:
             slot_mapping=self.fields["slot_mapping"].long(),
             rules=rules,
             triton=self._metadata,
+            cpu=None,
             _lay_out=_not_in_torch,
         )
 

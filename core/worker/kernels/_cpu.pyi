@@ -4,9 +4,7 @@ def rms_norm(
     x: int, weight: int, y: int, num_rows: int, width: int, x_stride: int, threads: int,
     eps: float, /,
 ) -> None: ...  # fmt: skip
-def silu_mul(
-    x: int, y: int, num_rows: int, width: int, x_stride: int, threads: int, /
-) -> None: ...
+def silu_mul(x: int, y: int, num_rows: int, width: int, x_stride: int, threads: int, /) -> None: ...
 def rotate(
     x: int, cos: int, sin: int, num_rows: int, num_heads: int, head_dim: int, x_stride: int,
     threads: int, /,

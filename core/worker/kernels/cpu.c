@@ -59,6 +59,7 @@ struct product {
 };
 
 struct kernels {
+    int lanes; /* floats of a vector */
     void (*rms_norm)(const struct norm *, int64_t row);
     void (*silu_mul)(const struct gated *, int64_t row);
     void (*rotate)(const struct rotation *, int64_t row);
@@ -196,7 +197,14 @@ static void run_attention(const struct attention *task, int64_t threads) {
         }
     numbers *= (double)(task->num_heads * (task->head_dim + task->value_dim)) / 2;
     const int64_t num_items = task->num_tiles * task->num_kv_heads;
-    SHARE(attend, task, num_items, numbers / (double)(num_items ? num_items : 1), threads);
+    const struct kernels *kernels = chosen; /* or those of shorter vectors, if heads need them */
+    for (int set = 0; task->head_dim % kernels->lanes || task->value_dim % kernels->lanes; set++)
+        if (sets[set].kernels->lanes < kernels->lanes && is_supported(set))
+            kernels = sets[set].kernels;
+    share_out(
+        (void (*)(const void *, int64_t))kernels->attend, task, num_items,
+        numbers / (double)(num_items ? num_items : 1), threads
+    );
 }
 
 static void run_product(const struct product *task, int64_t threads) {
@@ -307,7 +315,7 @@ static int has_product(void) {
 }
 
 static int has_heads(int64_t num_heads, int64_t num_kv_heads, int64_t dim, int64_t value_dim) {
-    if (dim % 16 == 0 && dim <= MAX_DIM && value_dim % 16 == 0 && value_dim <= MAX_DIM
+    if (dim % 4 == 0 && dim <= MAX_DIM && value_dim % 4 == 0 && value_dim <= MAX_DIM
         && num_heads <= MAX_FOLD * num_kv_heads)
         return 1;
     PyErr_SetString(PyExc_ValueError, "heads of a shape that the kernel does not have");

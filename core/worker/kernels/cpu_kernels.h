@@ -433,7 +433,7 @@ TARGET static void NAME(product)(const struct product *task, int64_t panel) {
 #endif
 
 static const struct kernels NAME(kernels) = {
-    NAME(rms_norm), NAME(silu_mul), NAME(rotate), NAME(attend), PRODUCT
+    LANES, NAME(rms_norm), NAME(silu_mul), NAME(rotate), NAME(attend), PRODUCT
 };
 
 #undef VEC
