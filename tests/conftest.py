@@ -20,3 +20,23 @@ def smollm2_dir() -> Path:
     alias = PluginManager.load().model("smollm2")
     assert alias is not None, "foresay-smollm2 is not installed: run `make install`"
     return alias.resolve()
+
+
+@pytest.fixture
+def only_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's own kernels are not there."""
+    from foresay.core.worker import cpu_kernels  # not before the number of threads is set
+
+    monkeypatch.setattr(cpu_kernels, "_kernels", None)
+
+
+@pytest.fixture(params=["own", "torch"])
+def products(request: pytest.FixtureRequest) -> str:
+    """Whose products there are: the CPU's own kernels', or torch's alone."""
+    from foresay.core.worker import cpu_kernels
+
+    if request.param == "torch":
+        request.getfixturevalue("only_torch")
+    elif not cpu_kernels.has_products():
+        pytest.skip("the CPU's own kernels are not built, or have no products here")
+    return str(request.param)

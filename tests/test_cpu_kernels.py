@@ -309,7 +309,7 @@ def test_a_product_is_its_formula(
     out_features: int, in_features: int, has_bias: bool, has_residual: bool
 ) -> None:
     weight = half(out_features, in_features)
-    panels = Panels.of(weight, -9)
+    panels = Panels.in_float16(weight, -9)
     assert torch.equal(panels.rows(torch.arange(out_features)), weight)
     x = torch.randn(13, in_features)
     bias = torch.randn(out_features) if has_bias else None
@@ -325,7 +325,7 @@ def test_a_product_is_its_formula(
 def test_a_row_of_a_product_has_the_same_bits_in_any_batch(
     out_features: int, in_features: int, threads: int
 ) -> None:
-    panels, x = Panels.of(half(out_features, in_features), -9), torch.randn(61, in_features)
+    panels, x = Panels.in_float16(half(out_features, in_features), -9), torch.randn(61, in_features)
     residual = torch.randn(61, out_features)
     whole = multiplied(x, panels, None, residual)
     for num_rows in [*range(1, 28), 60]:
@@ -337,7 +337,7 @@ def test_a_row_of_a_product_has_the_same_bits_in_any_batch(
 
 def test_long_sums_are_rounded_in_pieces() -> None:
     """One sum after another over 1e5 inputs would be off by thousands of ulps."""
-    panels = Panels.of(torch.full((32, 100_000), 0.1).half().float(), 0)
+    panels = Panels.in_float16(torch.full((32, 100_000), 0.1).half().float(), 0)
     out = multiplied(torch.ones(1, 100_000), panels, None)
     exact = 100_000 * float(torch.tensor(0.1).half())
     assert abs(float(out[0, 0]) / exact - 1) < 2e-5
@@ -346,14 +346,14 @@ def test_long_sums_are_rounded_in_pieces() -> None:
 def test_products_keep_what_is_no_number_in_its_row() -> None:
     x = torch.randn(3, 64)
     x[1, 5] = torch.nan
-    out = multiplied(x, Panels.of(half(40, 64), -9), None)
+    out = multiplied(x, Panels.in_float16(half(40, 64), -9), None)
     assert out[1].isnan().all()
     assert out[[0, 2]].isfinite().all()
 
 
 def test_a_product_of_other_sizes_is_refused() -> None:
     with pytest.raises(ValueError, match="5 inputs for a matrix of 64"):
-        multiplied(torch.randn(1, 5), Panels.of(half(40, 64), -9), None)
+        multiplied(torch.randn(1, 5), Panels.in_float16(half(40, 64), -9), None)
 
 
 def test_without_instructions_for_it_a_product_is_refused() -> None:
@@ -362,4 +362,4 @@ def test_without_instructions_for_it_a_product_is_refused() -> None:
     if cpu_kernels.has_products():
         pytest.skip("all sets have it")
     with pytest.raises(RuntimeError, match="no products"):
-        product(torch.randn(1, 64), Panels.of(half(40, 64), -9), None)
+        product(torch.randn(1, 64), Panels.in_float16(half(40, 64), -9), None)

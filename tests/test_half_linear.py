@@ -21,7 +21,10 @@ from foresay.core.worker.half_linear import HalfLinear, is_available, scale_for
 from foresay.core.worker.linear import Linear
 from foresay.core.worker.target import load_target
 
-pytestmark = pytest.mark.skipif(not is_available(), reason="this torch has no float16 product")
+pytestmark = [
+    pytest.mark.skipif(not is_available(), reason="there are no float16 products here"),
+    pytest.mark.usefixtures("products"),
+]
 
 SHAPES = [(160, 48), (7, 5), (576, 1536)]
 

@@ -92,6 +92,7 @@ def test_the_text_is_that_of_plain_decoding(
     assert drafts["int8"] >= num_products
 
 
+@pytest.mark.usefixtures("only_torch")
 def test_automatically_where_it_was_found_to_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8_linear, "input_levels", lambda: 127)
     monkeypatch.setattr(drafter_linear, "compute_dtype", lambda dtype, device: dtype)
@@ -103,8 +104,14 @@ def test_automatically_where_it_was_found_to_pay(monkeypatch: pytest.MonkeyPatch
     assert not pays_for_drafters(torch.float32, CPU, 576)
 
 
-def test_a_proposer_is_told_by_its_view_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proposer_is_told_by_its_view_of_the_target(
+    monkeypatch: pytest.MonkeyPatch, products: str
+) -> None:
     rounding, plain = medusa_heads.view(int8_drafter=True), medusa_heads.view()
+    if products == "own":
+        assert drafter_linear.drafter_linear(rounding) is Int8Linear
+        assert drafter_linear.drafter_linear(plain) is Linear
+        return
     for has, expected in ((True, DynamicInt8Linear), (False, Int8Linear)):
         monkeypatch.setattr(drafter_linear, "has_dynamic_products", lambda has=has: has)
         assert drafter_linear.drafter_linear(rounding) is expected

@@ -23,6 +23,8 @@ from foresay.core.worker.decoder import FastDecoder
 from foresay.core.worker.int8_linear import Int8Linear, input_levels
 from foresay.core.worker.target import load_target
 
+pytestmark = pytest.mark.usefixtures("products")
+
 SHAPES = [(160, 48), (7, 5), (576, 1536)]
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -115,6 +117,8 @@ def test_the_weight_is_kept_in_int8_and_as_nothing_else() -> None:
             assert isinstance(linear, Int8Linear)
     assert isinstance(decoder.lm_head, Int8Linear)
     kept = [value for value in vars(decoder.lm_head).values() if isinstance(value, torch.Tensor)]
+    if decoder.lm_head.panels is not None:
+        kept.append(decoder.lm_head.panels.values)
     assert [t.dtype for t in kept if t.dim() > 1] == [torch.int8]
 
 
@@ -214,6 +218,7 @@ def test_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.usefixtures("only_torch")
 def test_a_torch_without_onednn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert "has no products for it" in refusal(tiny_models.llama())

@@ -7,6 +7,8 @@ import torch
 
 from foresay.core.worker.norms import RMSNorm
 
+pytestmark = pytest.mark.usefixtures("products")
+
 
 @pytest.mark.parametrize("width", [16, 64, 576, 577, 1536])
 @pytest.mark.parametrize("size", [1e-4, 1.0, 300.0])

@@ -33,8 +33,9 @@ except ImportError:  # no compiler, or none that could build them
     _built = None  # type: ignore[assignment]
 _kernels = _built if os.environ.get("FORESAY_CPU_KERNELS", "1") != "0" else None
 
-# Rows of a text that are attended to together: keys are fetched once for them. As in the C file.
-_ROWS_PER_TILE = 8
+# Rows of a request that are attended to together: keys are fetched once for them. At most 8, and
+# the fewer, the more evenly few rows are shared among threads.
+_ROWS_PER_TILE = 4
 _MAX_DIM = 256
 _MAX_FOLD = 16
 _DIM_STEP = 4
@@ -108,32 +109,57 @@ def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """A matrix [out_features, in_features] in float16 as `product` reads it, and its scale.
+    """A matrix [out_features, in_features] in float16 or int8 as `product` reads it.
 
     A panel holds 32 of the outputs, input by input; what is left of the last one is zero. The
-    matrix is what they hold times 2^exponent.
+    matrix is what they hold times 2^exponent, and in int8 times the scale of each output.
     """
 
-    values: torch.Tensor  # [num_panels, in_features, 32] float16
+    values: torch.Tensor  # [num_panels, in_features, 32] float16 or int8
     out_features: int
-    exponent: int
+    exponent: int = 0
+    scales: torch.Tensor | None = None  # [out_features] float32, in int8
 
     @staticmethod
-    def of(weight: torch.Tensor, exponent: int) -> Panels:
-        """Take `weight` [out_features, in_features] and lay out it divided by 2^exponent.
+    def in_float16(weight: torch.Tensor, exponent: int) -> Panels:
+        """Lay out `weight` [out_features, in_features] float32, divided by 2^exponent.
 
-        It must be in float16's numbers then, and in float32.
+        It should be in float16's numbers then.
         """
-        out_features, in_features = weight.shape
-        num_panels = -(-out_features // _PANEL)
-        padded = torch.zeros(num_panels * _PANEL, in_features, dtype=torch.float16)
-        padded[:out_features] = weight * 2.0**-exponent
-        panels = padded.view(num_panels, _PANEL, in_features).transpose(1, 2).contiguous()
-        return Panels(panels, out_features, exponent)
+        return Panels(_panels((weight * 2.0**-exponent).half()), len(weight), exponent)
+
+    @staticmethod
+    def in_int8(integers: torch.Tensor, scales: torch.Tensor) -> Panels:
+        """Lay out `integers` [out_features, in_features] int8; `scales` [out_features] float32."""
+        return Panels(_panels(integers), len(integers), scales=scales)
+
+    @property
+    def in_features(self) -> int:
+        """How many inputs there are."""
+        return int(self.values.shape[1])
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rows `ids` [n] of the matrix, [n, in_features] float32."""
-        return self.values[ids // _PANEL, :, ids % _PANEL].float() * 2.0**self.exponent
+        rows = self.values[ids // _PANEL, :, ids % _PANEL].float() * 2.0**self.exponent
+        return rows if self.scales is None else rows * self.scales[ids, None]
+
+    def fields(self, bias: torch.Tensor | None) -> tuple[int, int, int, int]:
+        """Return the addresses of the panels, `bias` and the scales, and the exponent."""
+        scales = 0 if self.scales is None else self.scales.data_ptr()
+        return self.values.data_ptr(), _address(bias), scales, self.exponent
+
+
+def _panels(weight: torch.Tensor) -> torch.Tensor:
+    """Return `weight` [out_features, in_features] as [num_panels, in_features, 32]."""
+    out_features, in_features = weight.shape
+    num_panels = -(-out_features // _PANEL)
+    padded = weight.new_zeros(num_panels * _PANEL, in_features)
+    padded[:out_features] = weight
+    return padded.view(num_panels, _PANEL, in_features).transpose(1, 2).contiguous()
+
+
+def _address(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def product(
@@ -146,15 +172,14 @@ def product(
     assert _kernels is not None
     x = x.contiguous()
     num_rows, in_features = x.shape
-    if in_features != weight.values.shape[1]:
-        raise ValueError(f"{in_features} inputs for a matrix of {weight.values.shape[1]}")
+    if in_features != weight.in_features:
+        raise ValueError(f"{in_features} inputs for a matrix of {weight.in_features}")
     y = x.new_empty(num_rows, weight.out_features)
     residual = None if residual is None else residual.contiguous()
+    panels, bias_at, scales, exponent = weight.fields(bias)
     _kernels.product(
-        x.data_ptr(), weight.values.data_ptr(), y.data_ptr(),
-        0 if bias is None else bias.data_ptr(), 0 if residual is None else residual.data_ptr(),
-        weight.exponent, num_rows, in_features, weight.out_features, in_features,
-        torch.get_num_threads(),
+        x.data_ptr(), panels, y.data_ptr(), bias_at, _address(residual), scales, exponent,
+        num_rows, in_features, weight.out_features, in_features, torch.get_num_threads(),
     )  # fmt: skip
     return y
 

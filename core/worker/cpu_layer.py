@@ -1,6 +1,6 @@
 """A decoder layer in one call of the CPU's own kernels, where they serve all of it.
 
-For weights in float16 and rows in float32. The same kernels in the same order as `decoder_layer`
+For weights in float16 or int8 and rows in float32. The same kernels in the same order as `decoder_layer`
 takes them one by one, so the same bits; without Python and torch between them, which at a few rows
 would take as long again as attention does.
 """
@@ -16,9 +16,7 @@ import torch
 from foresay.core.worker import cpu_kernels
 from foresay.core.worker.cpu_kernels import CPURows
 from foresay.core.worker.decoder_layer import DecoderBlock
-from foresay.core.worker.half_linear import HalfLinear
 from foresay.core.worker.kv_cache import LayerCache
-from foresay.core.worker.linear import Linear
 
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -75,14 +73,14 @@ def _fields(block: DecoderBlock) -> np.ndarray | None:
     """Return a layer's fields in the order of `cpu.c`, or None."""
     attention, mlp = block.attention, block.mlp
     heads = attention.heads
-    linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
-    products = [found for linear in linears if (found := _product(linear)) is not None]
     dims = (heads.num_heads, heads.num_kv_heads, heads.head_dim)
-    if (
-        block.attention_norm is None
-        or len(products) < len(linears)
-        or not cpu_kernels.attends(*dims, heads.head_dim)
-    ):
+    products = []
+    for linear in (attention.qkv, attention.out, mlp.gate_up, mlp.down):
+        if linear.panels is None:
+            return None
+        products.append(linear.panels.fields(linear.bias))
+        wide = linear.panels.in_features  # of the last
+    if block.attention_norm is None or not cpu_kernels.attends(*dims, heads.head_dim):
         return None
     norms = [block.attention_norm, block.mlp_norm, *(attention.query_key_norm or (None, None))]
     if len({norm.eps for norm in norms if norm is not None}) > 1:
@@ -91,19 +89,10 @@ def _fields(block: DecoderBlock) -> np.ndarray | None:
         [
             block.mlp_norm.weight.shape[0],
             *dims,
-            products[3][3],
+            wide,
             block.window or 0,
             *(0 if norm is None else norm.weight.data_ptr() for norm in norms),
-            *(number for product in products for number in product[:3]),
+            *(number for product in products for number in product),
         ],
         dtype=np.int64,
     )
-
-
-def _product(linear: Linear) -> tuple[int, int, int, int] | None:
-    """Return the addresses of a product's weight and bias, its exponent and number of inputs."""
-    if not isinstance(linear, HalfLinear) or not linear.is_half or linear.panels is None:
-        return None
-    bias = 0 if linear.bias is None else linear.bias.data_ptr()
-    panels = linear.panels
-    return panels.values.data_ptr(), bias, panels.exponent, panels.values.shape[1]

@@ -1,9 +1,9 @@
 """Matrix products of a drafter's own weights: in int8 where that pays. Knows nothing of models.
 
-A drafter alters no text, so its rows need not have the same bits in every batch, nor an input more
-than the 8 bits that the kernel itself rounds it to (FBGEMM's, `quantized::linear_dynamic`). That
-product is three times as fast at one row as `Int8Linear`, which makes integers of its input in
-operations of its own.
+`Int8Linear` with the CPU's own kernels is fastest. Without these it makes integers of its input in
+operations of its own, and FBGEMM's product (`quantized::linear_dynamic`) is three times as fast at
+one row: a drafter alters no text, so its rows need not have the same bits in every batch, nor an
+input more than the 8 bits that this kernel itself rounds it to.
 
 The kernel has one scale for all rows of a call, and none so small that numbers of 1e-5 would be
 seen. So several rows are brought to the same size first: the states of a text's first token are a
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from foresay.core.worker import int8_linear
+from foresay.core.worker import cpu_kernels, int8_linear
 from foresay.core.worker.int8_linear import TINY, WEIGHT_LEVELS, Int8Linear
 from foresay.core.worker.linear import Linear, compute_dtype
 
@@ -46,8 +46,10 @@ def pays_for_drafters(dtype: torch.dtype, device: torch.device, hidden_size: int
         device.type == "cpu"
         and compute_dtype(dtype, device) == torch.float32
         and hidden_size >= _LEAST_WIDTH
-        and int8_linear.is_available()
-        and int8_linear.input_levels() == WEIGHT_LEVELS
+        and (
+            cpu_kernels.has_products()
+            or (int8_linear.torch_has_them() and int8_linear.input_levels() == WEIGHT_LEVELS)
+        )
     )
 
 
@@ -55,7 +57,8 @@ def drafter_linear(target: TargetView) -> type[Linear]:
     """Return what makes the products of a drafter's own weights beside `target`."""
     if not target.int8_drafter:
         return Linear
-    return DynamicInt8Linear if has_dynamic_products() else Int8Linear
+    use_dynamic = not cpu_kernels.has_products() and has_dynamic_products()
+    return DynamicInt8Linear if use_dynamic else Int8Linear
 
 
 @functools.cache

@@ -87,9 +87,8 @@ class HalfLinear(Linear):
         if scale is None:
             super().__init__(weight, bias, dtype, pack=pack, row_invariant=row_invariant)
             return
-        self.panels: Panels | None = None  # for foresay's own product
         if cpu_kernels.has_products():
-            self.panels = Panels.of(full, -int(math.log2(scale)))
+            self.panels = Panels.in_float16(full, -int(math.log2(scale)))
         else:
             self._half = _packed(full if scale == 1.0 else full * scale)
             self._run = torch.ops.quantized.linear_dynamic_fp16.default

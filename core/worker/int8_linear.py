@@ -1,6 +1,9 @@
 """Matrix products on a CPU with weights kept in int8. Knows nothing of models.
 
-A weight has one scale for each output, set when it is packed. A row of the input is written as two
+A weight has one scale for each output, set when it is packed. foresay's own product (`cpu_kernels`)
+takes rows of float32 as they are, so what is lost is the weights' rounding alone.
+
+Without it, a row of the input is written as two
 rows of integers, a coarse one and what it leaves over, of 15 bits together (of 13 on CPUs without
 instructions for them, see `input_levels`): twice the rows, which cost little more, and what is lost
 is the weights' rounding alone. Integers have exact sums: a row of the result has the same bits
@@ -18,6 +21,8 @@ import functools
 
 import torch
 
+from foresay.core.worker import cpu_kernels
+from foresay.core.worker.cpu_kernels import Panels
 from foresay.core.worker.linear import Linear
 
 WEIGHT_LEVELS = 127
@@ -27,7 +32,12 @@ TINY = 1e-30  # in place of the largest element of a row of zeros
 
 
 def is_available() -> bool:
-    """Whether this torch has the integer products for this CPU: they are tried."""
+    """Whether there are products for this CPU: foresay's own, or torch's, which are tried."""
+    return cpu_kernels.has_products() or torch_has_them()
+
+
+def torch_has_them() -> bool:
+    """Whether this torch has integer products for this CPU."""
     return torch.backends.mkldnn.is_available() and _has_products()
 
 
@@ -96,6 +106,9 @@ class Int8Linear(Linear):
         self.max_rows = None
         self.min_rows = 1
         integers, self._rounded_to = rounded(weight)
+        if cpu_kernels.has_products():
+            self.panels = Panels.in_int8(integers, self._rounded_to)
+            return
         self.weight = torch.ops.onednn.qlinear_prepack(integers, None)
         levels = input_levels()
         self._levels = torch.tensor(float(levels), dtype=self.compute)
@@ -105,15 +118,21 @@ class Int8Linear(Linear):
 
     def rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the weight's rows `ids` [n], as rounded, and of the bias, in x's dtype."""
-        weight = self.weight.to_dense().t()[ids] * self._rounded_to[ids, None]
         bias = None if self.bias is None else self.bias[ids].to(self.dtype)
+        if self.panels is not None:
+            return self.panels.rows(ids).to(self.dtype), bias
+        weight = self.weight.to_dense().t()[ids] * self._rounded_to[ids, None]
         return weight.to(self.dtype), bias
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return residual + y, [num_rows, out_features]."""
+        if self.panels is not None and self.dtype == self.compute:
+            return cpu_kernels.product(x, self.panels, self.bias, residual)
         return self(x).add_(residual)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
+        if self.panels is not None:
+            return cpu_kernels.product(x, self.panels, self.bias)
         # Each operation is rounded by itself: a fused one may round otherwise in the tail of a
         # vector loop, which lies elsewhere with other rows beside.
         num_rows = x.shape[0]

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from foresay.core.worker.cpu_kernels import Panels
+
 # Measured, torch 2.13 (oneDNN): rows keep their bits with at most 128 of them in one bfloat16 GEMM
 # (AMX), and with at least 2 in any (a single row takes another kernel: in float32; with AVX512-bf16
 # in bfloat16 too, where sums are long).
@@ -61,6 +63,7 @@ class Linear:
     """y = x W^T + b, for x [num_rows, in_features]."""
 
     is_half = False  # whether the weight is kept in float16: see `half_linear`
+    panels: Panels | None = None  # the weight, where the CPU's own kernels make the product
 
     def __init__(
         self,

@@ -15,8 +15,8 @@ def attend(
     value_dim: int, window: int, threads: int, scale: float, /,
 ) -> None: ...  # fmt: skip
 def product(
-    x: int, weight: int, y: int, bias: int, residual: int, exponent: int, num_rows: int,
-    in_features: int, out_features: int, x_stride: int, threads: int, /,
+    x: int, weight: int, y: int, bias: int, residual: int, scales: int, exponent: int,
+    num_rows: int, in_features: int, out_features: int, x_stride: int, threads: int, /,
 ) -> None: ...  # fmt: skip
 def layer(
     layer: int, x: int, y: int, scratch: int, cos: int, sin: int, slot_mapping: int, pool: int,

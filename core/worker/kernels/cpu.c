@@ -51,7 +51,8 @@ struct attention {
 
 struct product {
     const float *x;
-    const uint16_t *weight; /* float16 [panels, in_features, PANEL] */
+    const void *weight;  /* [panels, in_features, PANEL] float16, or int8 where there are scales */
+    const float *scales; /* [out_features], or NULL */
     float *y;
     const float *bias, *residual; /* or NULL */
     int64_t num_rows, in_features, out_features, x_stride;
@@ -79,9 +80,12 @@ static inline int64_t first_seen(const int64_t *row, int64_t window) {
 #define NAME(x) x##_avx512
 #define LARGER(a, b) ((vec_avx512)_mm512_max_ps((__m512)(a), (__m512)(b)))
 #define HALF(from) ((vec_avx512)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from))))
+#define BYTES(from)                                                                                \
+    ((vec_avx512)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from)))))
 #define MOST_ROWS 12
 #include "cpu_kernels.h"
 #undef HALF
+#undef BYTES
 #undef MOST_ROWS
 #undef TARGET
 #undef LANES
@@ -92,9 +96,12 @@ static inline int64_t first_seen(const int64_t *row, int64_t window) {
 #define NAME(x) x##_avx2
 #define LARGER(a, b) ((vec_avx2)_mm256_max_ps((__m256)(a), (__m256)(b)))
 #define HALF(from) ((vec_avx2)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from))))
+#define BYTES(from)                                                                                \
+    ((vec_avx2)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(from)))))
 #define MOST_ROWS 3
 #include "cpu_kernels.h"
 #undef HALF
+#undef BYTES
 #undef MOST_ROWS
 #undef TARGET
 #undef LANES
@@ -218,15 +225,15 @@ static void run_product(const struct product *task, int64_t threads) {
 enum {
     HIDDEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, INTERMEDIATE, WINDOW, ATTENTION_NORM, MLP_NORM,
     QUERY_NORM, KEY_NORM, /* or 0 */
-    QKV, /* weight, bias or 0, and the power of two that the product is multiplied by */
-    OUT = QKV + 3, GATE_UP = OUT + 3, DOWN = GATE_UP + 3, LAYER_FIELDS = DOWN + 3
+    QKV, /* weight, bias or 0, scales or 0, and the power of two that the product is times */
+    OUT = QKV + 4, GATE_UP = OUT + 4, DOWN = GATE_UP + 4, LAYER_FIELDS = DOWN + 4
 };
 
 static struct product product_of(const int64_t *fields, int64_t num_rows, int64_t in, int64_t out) {
     return (struct product){
-        .weight = (const uint16_t *)fields[0], .bias = (const float *)fields[1],
-        .scale = ldexpf(1.0f, (int)fields[2]), .num_rows = num_rows, .in_features = in,
-        .out_features = out, .x_stride = in,
+        .weight = (const void *)fields[0], .bias = (const float *)fields[1],
+        .scales = (const float *)fields[2], .scale = ldexpf(1.0f, (int)fields[3]),
+        .num_rows = num_rows, .in_features = in, .out_features = out, .x_stride = in,
     };
 }
 
@@ -373,16 +380,16 @@ static PyObject *attend(PyObject *self, PyObject *const *args, Py_ssize_t count)
 }
 
 static PyObject *product(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    int64_t v[11];
+    int64_t v[12];
     (void)self;
-    if (!take_arguments(args, count, v, 11, NULL) || !has_product()) return NULL;
+    if (!take_arguments(args, count, v, 12, NULL) || !has_product()) return NULL;
     const struct product task = {
-        .x = (const float *)v[0], .weight = (const uint16_t *)v[1], .y = (float *)v[2],
+        .x = (const float *)v[0], .weight = (const void *)v[1], .y = (float *)v[2],
         .bias = (const float *)v[3], .residual = (const float *)v[4],
-        .scale = ldexpf(1.0f, (int)v[5]), .num_rows = v[6], .in_features = v[7],
-        .out_features = v[8], .x_stride = v[9],
+        .scales = (const float *)v[5], .scale = ldexpf(1.0f, (int)v[6]), .num_rows = v[7],
+        .in_features = v[8], .out_features = v[9], .x_stride = v[10],
     };
-    DONE(run_product(&task, v[10]));
+    DONE(run_product(&task, v[11]));
 }
 
 static PyObject *layer(PyObject *self, PyObject *const *args, Py_ssize_t count) {

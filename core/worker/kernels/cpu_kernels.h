@@ -352,10 +352,13 @@ TARGET static void NAME(attend)(const struct attention *task, int64_t item) {
 #ifdef HALF
 /* PANEL columns of `count` rows of y = x W^T * scale + bias + residual, from row `first` on. Each
  * is a sum of sums over CHUNK inputs, one after another. */
-INLINE void NAME(multiply)(const struct product *task, int64_t panel, int64_t first, int count) {
+INLINE void NAME(multiply)(
+    const struct product *task, int64_t panel, int64_t first, int count, int in_bytes
+) {
     enum { PARTS = PANEL / LANES };
     const int64_t size = task->in_features;
-    const uint16_t *weight = task->weight + panel * size * PANEL;
+    const uint16_t *halves = (const uint16_t *)task->weight + panel * size * PANEL;
+    const int8_t *bytes = (const int8_t *)task->weight + panel * size * PANEL;
     const float *x = task->x + first * task->x_stride;
     VEC totals[MOST_ROWS][PARTS];
     UNROLL
@@ -371,10 +374,14 @@ INLINE void NAME(multiply)(const struct product *task, int64_t panel, int64_t fi
             for (int part = 0; part < PARTS; part++) sums[r][part] = (VEC){0};
         for (; i < end; i++) {
             VEC weights[PARTS];
-            __builtin_prefetch(weight + (i + AHEAD) * PANEL);
+            if (in_bytes)
+                __builtin_prefetch(bytes + (i + AHEAD) * PANEL);
+            else
+                __builtin_prefetch(halves + (i + AHEAD) * PANEL);
             UNROLL
             for (int part = 0; part < PARTS; part++)
-                weights[part] = HALF(weight + i * PANEL + part * LANES);
+                weights[part] = in_bytes ? BYTES(bytes + i * PANEL + part * LANES)
+                                         : HALF(halves + i * PANEL + part * LANES);
             UNROLL
             for (int r = 0; r < count; r++) {
                 VEC input = NAME(all)(x[r * task->x_stride + i]);
@@ -399,6 +406,7 @@ INLINE void NAME(multiply)(const struct product *task, int64_t panel, int64_t fi
         for (int part = 0; part < PARTS; part++) {
             VEC sum = totals[r][part] * task->scale;
             if (num_columns == PANEL) {
+                if (in_bytes) sum *= NAME(load)(task->scales + start + part * LANES);
                 if (task->bias) sum += NAME(load)(task->bias + start + part * LANES);
                 if (task->residual) sum += NAME(load)(task->residual + at + part * LANES);
             }
@@ -406,7 +414,7 @@ INLINE void NAME(multiply)(const struct product *task, int64_t panel, int64_t fi
         }
         if (num_columns < PANEL)
             for (int64_t i = 0; i < num_columns; i++) {
-                float sum = columns[i];
+                float sum = in_bytes ? columns[i] * task->scales[start + i] : columns[i];
                 if (task->bias) sum += task->bias[start + i];
                 if (task->residual) sum += task->residual[at + i];
                 task->y[at + i] = sum;
@@ -414,18 +422,25 @@ INLINE void NAME(multiply)(const struct product *task, int64_t panel, int64_t fi
     }
 }
 
-TARGET static void NAME(product)(const struct product *task, int64_t panel) {
+INLINE void NAME(multiply_all)(const struct product *task, int64_t panel, int in_bytes) {
     int64_t row = 0;
     for (; row + MOST_ROWS <= task->num_rows; row += MOST_ROWS)
-        NAME(multiply)(task, panel, row, MOST_ROWS);
+        NAME(multiply)(task, panel, row, MOST_ROWS, in_bytes);
     switch (task->num_rows - row) {
-#define CASE(n) case n: NAME(multiply)(task, panel, row, n); break;
+#define CASE(n) case n: NAME(multiply)(task, panel, row, n, in_bytes); break;
 #if MOST_ROWS > 3
     CASE(11) CASE(10) CASE(9) CASE(8) CASE(7) CASE(6) CASE(5) CASE(4) CASE(3)
 #endif
     CASE(2) CASE(1)
 #undef CASE
     }
+}
+
+TARGET static void NAME(product)(const struct product *task, int64_t panel) {
+    if (task->scales)
+        NAME(multiply_all)(task, panel, 1);
+    else
+        NAME(multiply_all)(task, panel, 0);
 }
 #define PRODUCT NAME(product)
 #else
