@@ -1,8 +1,8 @@
 """A decoder layer in one call of the CPU's own kernels, where they serve all of it.
 
-For weights in float16 or int8 and rows in float32. The same kernels in the same order as `decoder_layer`
-takes them one by one, so the same bits; without Python and torch between them, which at a few rows
-would take as long again as attention does.
+For weights in float16 or int8, and rows in float32. The same kernels in the same order as
+`decoder_layer` takes them one by one, so the same bits; without Python and torch between them,
+which at a few rows would take as long again as attention does.
 """
 
 from __future__ import annotations
