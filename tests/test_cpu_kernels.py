@@ -270,6 +270,39 @@ def test_arguments_are_counted_and_read() -> None:
         kernels.attend(*[0] * 6, 0, 0, 0, 4, 2, 22, 16, 0, 1, 0.2)
 
 
+def test_the_likeliest_are_those_of_a_sort() -> None:
+    for num_columns in (1, 5, 64, 1000, 8192):
+        for width in (1, 3, 8):
+            torch.manual_seed(num_columns)
+            logits = torch.randn(4, num_columns).mul_(3).round_()  # with many equals
+            logits[1] = torch.randn(num_columns) * 30
+            logits[2, ::2] = -torch.inf
+            few = min(width, num_columns)
+            columns, log_probs = cpu_kernels.likeliest(logits, few)
+            order = logits.sort(dim=1, descending=True, stable=True)
+            expected = logits.double().log_softmax(dim=1).gather(1, order.indices)[:, :few]
+            is_none = order.values[:, :few] == -torch.inf
+            assert torch.equal(columns, order.indices[:, :few].masked_fill(is_none, 0))
+            expected = expected.masked_fill(is_none, -torch.inf)
+            torch.testing.assert_close(log_probs.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, 70, 199])
+def test_nothing_is_likely_beside_what_is_no_number(bad: float, place: int) -> None:
+    logits = torch.randn(2, 200)
+    logits[1, place] = bad
+    columns, log_probs = cpu_kernels.likeliest(logits, 4)
+    assert log_probs[0].isfinite().all()
+    assert (columns[1] == 0).all()
+    assert (log_probs[1] == -torch.inf).all()
+
+
+def test_an_older_build_is_not_used() -> None:
+    assert cpu_kernels._kernels is not None
+    assert cpu_kernels._kernels.VERSION == cpu_kernels._VERSION
+
+
 def test_they_can_be_switched_off() -> None:
     code = (
         "from foresay.core.worker import cpu_kernels as k; import torch; "
@@ -291,9 +324,16 @@ def test_they_can_be_switched_off() -> None:
 SHAPES = [(7, 5), (33, 64), (100, 65), (160, 200), (576, 1536)]
 
 
-def half(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Numbers of float16, divided by 2^9."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half().float() / 512
+def panels_of(out_features: int, in_features: int, kind: str) -> tuple[Panels, torch.Tensor]:
+    """A matrix as `product` takes it, and as it is."""
+    generator = torch.Generator().manual_seed(out_features)
+    if kind == "float16":
+        weight = torch.randn(out_features, in_features, generator=generator).half().float() / 512
+        return Panels.in_float16(weight, -9), weight
+    shape = (out_features, in_features)
+    integers = torch.randint(-127, 128, shape, dtype=torch.int8, generator=generator)
+    scales = torch.rand(out_features, generator=generator) / 4096
+    return Panels.in_int8(integers, scales), integers.float() * scales[:, None]
 
 
 def multiplied(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
@@ -303,13 +343,13 @@ def multiplied(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+@pytest.mark.parametrize("kind", ["float16", "int8"])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("has_residual", [False, True], ids=["no residual", "residual"])
 def test_a_product_is_its_formula(
-    out_features: int, in_features: int, has_bias: bool, has_residual: bool
+    out_features: int, in_features: int, kind: str, has_bias: bool, has_residual: bool
 ) -> None:
-    weight = half(out_features, in_features)
-    panels = Panels.in_float16(weight, -9)
+    panels, weight = panels_of(out_features, in_features, kind)
     assert torch.equal(panels.rows(torch.arange(out_features)), weight)
     x = torch.randn(13, in_features)
     bias = torch.randn(out_features) if has_bias else None
@@ -322,16 +362,17 @@ def test_a_product_is_its_formula(
 
 
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+@pytest.mark.parametrize("kind", ["float16", "int8"])
 def test_a_row_of_a_product_has_the_same_bits_in_any_batch(
-    out_features: int, in_features: int, threads: int
+    out_features: int, in_features: int, kind: str, threads: int
 ) -> None:
-    panels, x = Panels.in_float16(half(out_features, in_features), -9), torch.randn(61, in_features)
-    residual = torch.randn(61, out_features)
-    whole = multiplied(x, panels, None, residual)
+    (panels, _), x = panels_of(out_features, in_features, kind), torch.randn(61, in_features)
+    residual, bias = torch.randn(61, out_features), torch.randn(out_features)
+    whole = multiplied(x, panels, bias, residual)
     for num_rows in [*range(1, 28), 60]:
         for start in (0, 61 - num_rows):
             rows = slice(start, start + num_rows)
-            out = product(x[rows], panels, None, residual[rows])
+            out = product(x[rows], panels, bias, residual[rows])
             assert torch.equal(out, whole[rows]), (num_rows, start)
 
 
@@ -346,14 +387,29 @@ def test_long_sums_are_rounded_in_pieces() -> None:
 def test_products_keep_what_is_no_number_in_its_row() -> None:
     x = torch.randn(3, 64)
     x[1, 5] = torch.nan
-    out = multiplied(x, Panels.in_float16(half(40, 64), -9), None)
+    out = multiplied(x, panels_of(40, 64, "float16")[0], None)
     assert out[1].isnan().all()
     assert out[[0, 2]].isfinite().all()
 
 
-def test_a_product_of_other_sizes_is_refused() -> None:
+def test_what_would_be_read_beyond_its_end_is_refused() -> None:
+    panels, _ = panels_of(40, 64, "float16")
     with pytest.raises(ValueError, match="5 inputs for a matrix of 64"):
-        multiplied(torch.randn(1, 5), Panels.in_float16(half(40, 64), -9), None)
+        multiplied(torch.randn(1, 5), panels, None)
+    with pytest.raises(ValueError, match=r"float32, not torch\.bfloat16"):
+        multiplied(torch.randn(1, 64).bfloat16(), panels, None)
+    with pytest.raises(ValueError, match=r"a residual of \[2, 40\] for \[1, 40\]"):
+        multiplied(torch.randn(1, 64), panels, None, torch.randn(2, 40))
+    with pytest.raises(ValueError, match=r"a weight of \[5\] for rows of 64"):
+        rms_norm(torch.randn(1, 64), torch.randn(5), 1e-5)
+    with pytest.raises(ValueError, match=r"float32, not torch\.bfloat16"):
+        rms_norm(torch.randn(1, 64).bfloat16(), torch.randn(64), 1e-5)
+    with pytest.raises(ValueError, match=r"angles of \[3, 1, 32\]"):
+        rotate_(torch.randn(3, 2, 64), *torch.randn(2, 3, 1, 32))
+    step = make_step([Text(9, 3)], (4, 2, 16, 16))
+    with pytest.raises(ValueError, match=r"queries \[2, 4, 16\] for 3 rows"):
+        in_torch(replace(step, query=step.query[:2]), OWN, scale=0.2)
+    assert not cpu_kernels.attends(5, 2, 16, 16)  # query heads that no key head is shared by
 
 
 def test_without_instructions_for_it_a_product_is_refused() -> None:
@@ -362,4 +418,4 @@ def test_without_instructions_for_it_a_product_is_refused() -> None:
     if cpu_kernels.has_products():
         pytest.skip("all sets have it")
     with pytest.raises(RuntimeError, match="no products"):
-        product(torch.randn(1, 64), Panels.in_float16(half(40, 64), -9), None)
+        product(torch.randn(1, 64), panels_of(40, 64, "float16")[0], None)

@@ -18,6 +18,7 @@ from foresay.core.worker.attention import AttentionMetadata, TreeLayout
 from foresay.core.worker.cpu_layer import CPULayers
 from foresay.core.worker.decoder import FastDecoder
 from foresay.core.worker.half_linear import HalfLinear
+from foresay.core.worker.int8_linear import Int8Linear
 from foresay.core.worker.kv_cache import KVCache
 
 CPU = torch.device("cpu")
@@ -26,6 +27,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "biases": lambda: tiny_models.llama(attention_bias=True, mlp_bias=True),
     "one key head": lambda: tiny_models.llama(num_key_value_heads=1),
     "wide heads": lambda: tiny_models.llama(head_dim=32),
+    "heads of no power of two": lambda: tiny_models.llama(head_dim=24),
     "mistral, with a window": tiny_models.mistral,
     "qwen2, with a window in two layers": tiny_models.qwen2_sliding,
     "qwen3, with norms of heads": tiny_models.qwen3,
@@ -149,6 +151,28 @@ def test_a_layer_with_anything_else_is_run_in_parts() -> None:
     model.model.layers[0].mlp.down_proj.weight.data[0, 0] = 1 / 3  # not in float16
     assert FastDecoder(model, device=CPU, dtype=torch.float32, linear=HalfLinear).cpu_layers is None
     assert FastDecoder(model, device=CPU, dtype=torch.float32).cpu_layers is None
+
+
+@needs_products
+def test_other_defaults_of_torch_alter_nothing() -> None:
+    _, decoder = made(tiny_models.llama)
+    spans = [(0, len(text)) for text in texts()]
+    expected = Steps(decoder).run(texts(), spans)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(Steps(decoder).run(texts(), spans), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@needs_products
+def test_int8_layers_have_the_bits_of_their_parts() -> None:
+    _, decoder = made(tiny_models.qwen3, Int8Linear)
+    apart = copy.copy(decoder)
+    apart.cpu_layers = None
+    assert decoder.cpu_layers is not None
+    spans = [(0, len(text)) for text in texts()]
+    assert torch.equal(Steps(decoder).run(texts(), spans), Steps(apart).run(texts(), spans))
 
 
 @needs_products

@@ -31,7 +31,9 @@ try:
     from foresay.core.worker.kernels import _cpu as _built
 except ImportError:  # no compiler, or none that could build them
     _built = None  # type: ignore[assignment]
-_kernels = _built if os.environ.get("FORESAY_CPU_KERNELS", "1") != "0" else None
+_VERSION = 1  # of what the two say to each other; an older build may lie beside a newer source
+_is_wanted = os.environ.get("FORESAY_CPU_KERNELS", "1") != "0"
+_kernels = _built if _is_wanted and getattr(_built, "VERSION", None) == _VERSION else None
 
 # Rows of a request that are attended to together: keys are fetched once for them. At most 8, and
 # the fewer, the more evenly few rows are shared among threads.
@@ -57,9 +59,24 @@ def serves(dtype: torch.dtype, device: torch.device) -> bool:
 def attends(num_heads: int, num_kv_heads: int, head_dim: int, value_dim: int) -> bool:
     """Whether `attend` serves layers of such heads; what they keep must be as it `serves`."""
     dims = (head_dim, value_dim)
-    return num_heads <= num_kv_heads * _MAX_FOLD and all(
-        dim % _DIM_STEP == 0 and dim <= _MAX_DIM for dim in dims
+    return (
+        num_heads % num_kv_heads == 0
+        and num_heads <= num_kv_heads * _MAX_FOLD
+        and all(dim % _DIM_STEP == 0 and dim <= _MAX_DIM for dim in dims)
     )
+
+
+def _expect(*tensors: torch.Tensor) -> None:
+    """Raise `ValueError` for what is no float32: it would be read as if it were."""
+    for x in tensors:
+        if x.dtype != torch.float32:
+            raise ValueError(f"the kernels take float32, not {x.dtype}")
+
+
+def instructions() -> str:
+    """Return which instructions they use: "avx512", "avx2" or "baseline"."""
+    assert _kernels is not None
+    return _kernels.used()
 
 
 def has_products() -> bool:
@@ -67,10 +84,31 @@ def has_products() -> bool:
     return _kernels is not None and _kernels.has_products()
 
 
+def likeliest(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the likeliest columns of `logits` [n, num_columns] and their log probs [n, width].
+
+    As `foresay.core.worker.likeliest` says. A few of many: it looks for each place one by one.
+    """
+    assert _kernels is not None
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    num_rows, num_columns = logits.shape
+    columns = torch.empty(num_rows, width, dtype=torch.int64, device="cpu")
+    log_probs = torch.empty(num_rows, width, dtype=torch.float32, device="cpu")
+    _kernels.likeliest(
+        logits.data_ptr(), columns.data_ptr(), log_probs.data_ptr(), num_rows, num_columns, width,
+        logits.stride(0), torch.get_num_threads(),
+    )  # fmt: skip
+    return columns, log_probs
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight of `x` [..., width], over the last dimension."""
     assert _kernels is not None
     width = x.shape[-1]
+    _expect(x, weight)
+    if weight.shape != (width,):
+        raise ValueError(f"a weight of {list(weight.shape)} for rows of {width}")
     x = x.contiguous()
     y = torch.empty_like(x)
     num_rows = x.numel() // width
@@ -84,6 +122,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Return gate * sigmoid(gate) * up of `gate_up` [num_rows, 2 * width]: [num_rows, width]."""
     assert _kernels is not None
+    _expect(gate_up)
     gate_up = gate_up.contiguous()
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = gate_up.new_empty(num_rows, width)
@@ -100,6 +139,9 @@ def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     """
     assert _kernels is not None
     num_rows, num_heads, dim = x.shape
+    _expect(x, cos, sin)
+    if not cos.shape == sin.shape == (num_rows, 1, dim):
+        raise ValueError(f"angles of {list(cos.shape)} for {num_rows} rows of heads of {dim}")
     _kernels.rotate(
         x.data_ptr(), cos.data_ptr(), sin.data_ptr(), num_rows, num_heads, dim, x.stride(0),
         torch.get_num_threads(),
@@ -170,12 +212,17 @@ def product(
 ) -> torch.Tensor:
     """Return x W^T + bias + residual, [num_rows, out_features]; all in float32."""
     assert _kernels is not None
+    _expect(x)
     x = x.contiguous()
     num_rows, in_features = x.shape
     if in_features != weight.in_features:
         raise ValueError(f"{in_features} inputs for a matrix of {weight.in_features}")
     y = x.new_empty(num_rows, weight.out_features)
-    residual = None if residual is None else residual.contiguous()
+    if residual is not None:
+        _expect(residual)
+        if residual.shape != y.shape:
+            raise ValueError(f"a residual of {list(residual.shape)} for {list(y.shape)}")
+        residual = residual.contiguous()
     panels, bias_at, scales, exponent = weight.fields(bias)
     _kernels.product(
         x.data_ptr(), panels, y.data_ptr(), bias_at, _address(residual), scales, exponent,
@@ -202,40 +249,36 @@ class CPURows:
         trees: Sequence[TreeLayout | None] | None,
     ) -> CPURows:
         """Lay out one step; arguments as those of `AttentionMetadata.build`."""
-        flat = np.concatenate(positions)
-        rows = np.empty((len(flat), 4), dtype=np.int64)
-        rows[:, 1] = flat + 1
-        rows[:, 2] = _NO_OWN
-        rows[:, 3] = 0
-        paths: list[np.ndarray] = []
-        num_slots = sum(map(len, slots))
-        tiles = []
-        row = key = 0
-        for index, of_rows in enumerate(positions):
-            end = row + len(of_rows)
-            rows[row:end, 0] = key
-            firsts = np.arange(row, end, _ROWS_PER_TILE)
-            tiles.append(np.stack([firsts, np.minimum(end - firsts, _ROWS_PER_TILE)], axis=1))
+        rows: list[tuple[int, int, int, int]] = []
+        tiles: list[tuple[int, int]] = []
+        parts = list(slots)
+        first_key, num_slots = 0, sum(map(len, slots))
+        for index, (of_rows, of_keys) in enumerate(zip(positions, slots, strict=True)):
+            start, num_rows = len(rows), len(of_rows)
+            rows += [(first_key, position + 1, _NO_OWN, 0) for position in of_rows.tolist()]
+            tiles += [
+                (start + done, min(num_rows - done, _ROWS_PER_TILE))
+                for done in range(0, num_rows, _ROWS_PER_TILE)
+            ]
             tree = None if trees is None else trees[index]
             if tree is not None:
-                if len(tree.nodes) != len(of_rows):
+                if len(tree.nodes) != num_rows:
                     raise ValueError(
-                        f"{len(tree.nodes)} nodes for {len(of_rows)} query rows: give one for each"
+                        f"{len(tree.nodes)} nodes for {num_rows} query rows: give one for each"
                     )
-                parents = tree.parents.tolist()
-                for at, node in enumerate(tree.nodes.tolist()):
-                    if node < 0:
-                        continue
-                    path = _path(node, parents)
-                    rows[row + at, 1:] = tree.first + len(path), tree.first, num_slots
-                    paths.append(slots[index][tree.first + np.array(path)])
-                    num_slots += len(path)
-            row = end
-            key += len(slots[index])
+                first, parents = tree.first, tree.parents.tolist()
+                for row, node in enumerate(tree.nodes.tolist(), start):
+                    if node >= 0:
+                        path = _path(node, parents)
+                        rows[row] = first_key, first + len(path), first, num_slots
+                        parts.append(of_keys[[first + above for above in path]])
+                        num_slots += len(path)
+            first_key += len(of_keys)
+        all_slots = np.concatenate(parts) if len(parts) > 1 else parts[0]
         arrays = (
-            np.concatenate([*slots, *paths]).astype(np.int64, copy=False),
-            rows,
-            np.concatenate(tiles),
+            np.ascontiguousarray(all_slots, dtype=np.int64),
+            np.array(rows, dtype=np.int64),
+            np.array(tiles, dtype=np.int64),
         )
         slots_at, rows_at, tiles_at = (array.ctypes.data for array in arrays)
         return CPURows(*arrays, (slots_at, rows_at, tiles_at))
@@ -264,6 +307,12 @@ def attend(
     """
     assert _kernels is not None
     num_tokens, num_heads, head_dim = query.shape
+    _expect(query)
+    if num_tokens != len(rows.rows) or head_dim != layer.key.shape[2]:
+        raise ValueError(
+            f"queries {list(query.shape)} for {len(rows.rows)} rows and keys of "
+            f"{layer.key.shape[2]}"
+        )
     if query.stride(2) != 1 or query.stride(1) != head_dim:
         query = query.contiguous()
     pool = layer.slots
@@ -293,6 +342,7 @@ def run_layer(
     Returns the residual stream after it, and keeps keys and values in the cache.
     """
     assert _kernels is not None
+    _expect(residual, cos, sin)
     y = torch.empty_like(residual)
     _kernels.layer(
         fields, residual.data_ptr(), y.data_ptr(), scratch.data_ptr(), cos.data_ptr(),

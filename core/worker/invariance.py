@@ -68,7 +68,9 @@ class _Trial:
             _BLOCK_SIZE,
             target.dtype,
             target.device,
-            max_dense_bytes=_DENSE_BYTES if target.device.type == "cpu" else 0,
+            max_dense_bytes=_DENSE_BYTES
+            if target.device.type == "cpu" and not target.attention_rules.own_kernels
+            else 0,
         )
         self._num_positions = num_positions
         self._others = num_blocks * _BLOCK_SIZE  # their first slot

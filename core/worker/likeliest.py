@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from foresay.core.worker import cpu_kernels
+
+_FEW_PLACES = 32  # that the CPU's own kernel finds one by one
 _BLOCK = 64
 _FEW = 16384  # numbers of which the largest are found as fast at once
 
@@ -19,6 +22,8 @@ def likeliest(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Ten
     likely at all, and all of a row that holds NaN or +inf, has the column 0 and -inf.
     """
     width = min(width, logits.shape[1])
+    if 0 < width <= _FEW_PLACES and cpu_kernels.serves(logits.dtype, logits.device):
+        return cpu_kernels.likeliest(logits, width)
     tops, best = _top(logits, min(width + 1, logits.shape[1]))  # NaN comes first
     if tops.shape[1] > 1 and _are_plain(tops):
         tops = tops[:, :width].to(torch.float32)

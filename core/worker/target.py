@@ -19,7 +19,7 @@ import transformers
 from foresay.core.errors import ConfigError, ModelError
 from foresay.core.proposer import KVLayer, KVRows, TargetView
 from foresay.core.registry import ModelAlias
-from foresay.core.worker import half_linear, int8_linear
+from foresay.core.worker import cpu_kernels, half_linear, int8_linear
 from foresay.core.worker.attention import AttentionMetadata, AttentionRules
 from foresay.core.worker.capture import Capture
 from foresay.core.worker.decoder import FastDecoder, Heads
@@ -367,6 +367,8 @@ def _build(
             linear=linear,
         )
         how = "foresay's own decoder"
+        if decoder.cpu_layers is not None:
+            how += f" and kernels ({cpu_kernels.instructions()})"
     else:
         own = model if found.is_ours else private_copy(model)
         decoder = TransformersDecoder(
@@ -421,7 +423,8 @@ def _check_quantization(quantization: str, device: torch.device) -> None:
     if not module.is_available():
         raise ConfigError(
             f"quantization={quantization!r}: torch {torch.__version__} has no products for it on "
-            "this CPU (oneDNN has those of int8, FBGEMM those of float16)"
+            "this CPU (oneDNN has those of int8, FBGEMM those of float16), and foresay's own "
+            "kernels are not built, or have none here either"
         )
 
 

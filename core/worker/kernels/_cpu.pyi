@@ -1,5 +1,11 @@
 """What `cpu.c` has: see `foresay.core.worker.cpu_kernels`, which calls it with addresses."""
 
+VERSION: int
+
+def likeliest(
+    x: int, columns: int, log_probs: int, num_rows: int, num_columns: int, width: int,
+    x_stride: int, threads: int, /,
+) -> None: ...  # fmt: skip
 def rms_norm(
     x: int, weight: int, y: int, num_rows: int, width: int, x_stride: int, threads: int,
     eps: float, /,
@@ -25,4 +31,5 @@ def layer(
 ) -> None: ...  # fmt: skip
 def has_products() -> bool: ...
 def supported() -> list[str]: ...
+def used() -> str: ...
 def use(name: str, /) -> None: ...

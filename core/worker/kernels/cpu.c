@@ -2,7 +2,8 @@
  * a decoder layer, in few calls. `foresay.core.worker.cpu_kernels` is its face, and says what the
  * arguments are; here they are addresses and sizes, taken as they come.
  *
- * For GCC and Clang. Where it can't be built foresay runs on torch's operations instead.
+ * For GCC and Clang, with -ffp-contract=off: what is rounded once is said, and is not the compiler's
+ * choice. Where it can't be built foresay runs on torch's operations instead.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -13,12 +14,20 @@
 #include <stdint.h>
 #include <string.h>
 
+enum { VERSION = 1 }; /* to be raised with that of `cpu_kernels.py` when arguments change */
 enum { FIRST_KEY, NUM_KEYS, OWN_FROM, FIRST_OWN, ROW_FIELDS }; /* of a row, see `attend` */
 enum { MAX_DIM = 256, MAX_FOLD = 16, MAX_ROWS = 8, MAX_TOGETHER = 4, SPAN = 64 };
 enum { PANEL = 32, CHUNK = 64, AHEAD = 48 }; /* columns; inputs; inputs */
 
 /* Loops whose vectors are to stay in registers. */
 #define UNROLL _Pragma("GCC unroll 16")
+
+struct choice {
+    const float *x;
+    int64_t *columns;
+    float *log_probs;
+    int64_t num_rows, num_columns, width, x_stride;
+};
 
 struct norm {
     const float *x, *weight;
@@ -61,6 +70,7 @@ struct product {
 
 struct kernels {
     int lanes; /* floats of a vector */
+    void (*likeliest)(const struct choice *, int64_t row);
     void (*rms_norm)(const struct norm *, int64_t row);
     void (*silu_mul)(const struct gated *, int64_t row);
     void (*rotate)(const struct rotation *, int64_t row);
@@ -78,6 +88,7 @@ static inline int64_t first_seen(const int64_t *row, int64_t window) {
 #define TARGET __attribute__((target("f16c,avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")))
 #define LANES 16
 #define NAME(x) x##_avx512
+#define FMA(a, b, c) ((vec_avx512)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
 #define LARGER(a, b) ((vec_avx512)_mm512_max_ps((__m512)(a), (__m512)(b)))
 #define HALF(from) ((vec_avx512)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from))))
 #define BYTES(from)                                                                                \
@@ -90,10 +101,12 @@ static inline int64_t first_seen(const int64_t *row, int64_t window) {
 #undef TARGET
 #undef LANES
 #undef NAME
+#undef FMA
 #undef LARGER
 #define TARGET __attribute__((target("f16c,avx2,fma")))
 #define LANES 8
 #define NAME(x) x##_avx2
+#define FMA(a, b, c) ((vec_avx2)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
 #define LARGER(a, b) ((vec_avx2)_mm256_max_ps((__m256)(a), (__m256)(b)))
 #define HALF(from) ((vec_avx2)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from))))
 #define BYTES(from)                                                                                \
@@ -106,11 +119,19 @@ static inline int64_t first_seen(const int64_t *row, int64_t window) {
 #undef TARGET
 #undef LANES
 #undef NAME
+#undef FMA
 #undef LARGER
 #endif
 #define TARGET
 #define LANES 4
 #define NAME(x) x##_baseline
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#define FMA(a, b, c)                                                                               \
+    ((vec_baseline)vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b)))
+#else
+#define FMA(a, b, c) ((a) * (b) + (c))
+#endif
 #define LARGER(a, b) choose_baseline((ints_baseline)((a) > (b)), a, b)
 #include "cpu_kernels.h"
 
@@ -130,10 +151,12 @@ static const struct kernels *chosen = NULL;
 
 static int is_supported(int set) {
 #if defined(__x86_64__)
+    const int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")
+        && __builtin_cpu_supports("f16c");
     if (set == 0)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl")
+        return has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl")
             && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
-    if (set == 1) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (set == 1) return has_avx2;
 #endif
     return set < NUM_SETS;
 }
@@ -169,8 +192,9 @@ static void share_out(
 ) {
     const double least = 65536, at_a_time = 8192; /* numbers for which a thread more pays */
     struct share share = {run, task, num_items, num_items, 0};
-    if (num_items < threads) threads = num_items;
-    if (threads <= 1 || work * (double)num_items < 2 * least || parallel == NULL) {
+    /* Always as many threads as torch takes: GNU's OpenMP ends those that a smaller team leaves out,
+     * and makes them anew for the next larger one. */
+    if (threads <= 1 || num_items < 2 || work * (double)num_items < 2 * least || !parallel) {
         take(&share);
         return;
     }
@@ -345,6 +369,16 @@ static PyObject *rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t coun
     DONE(run_norm(&task, v[6]));
 }
 
+static PyObject *likeliest(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    int64_t v[8];
+    (void)self;
+    if (!take_arguments(args, count, v, 8, NULL)) return NULL;
+    const struct choice task = {
+        (const float *)v[0], (int64_t *)v[1], (float *)v[2], v[3], v[4], v[5], v[6]
+    };
+    DONE(SHARE(likeliest, &task, task.num_rows, 4.0 * (double)task.num_columns, v[7]));
+}
+
 static PyObject *silu_mul(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     int64_t v[6];
     (void)self;
@@ -402,7 +436,7 @@ static PyObject *layer(PyObject *self, PyObject *const *args, Py_ssize_t count) 
     const struct attention attention = {
         .slots = (const int64_t *)v[8], .rows = (const int64_t *)v[9],
         .tiles = (const int64_t *)v[10], .num_tiles = v[11], .slot_stride = v[12],
-        .scale = 1.0f / sqrtf((float)of[HEAD_DIM]),
+        .scale = (float)(1.0 / sqrt((double)of[HEAD_DIM])),
     };
     DONE(run_layer(
         of, (const float *)v[1], (float *)v[2], (float *)v[3], (const float *)v[4],
@@ -428,6 +462,13 @@ static PyObject *supported(PyObject *self, PyObject *args) {
     return names;
 }
 
+static PyObject *used(PyObject *self, PyObject *args) {
+    (void)self, (void)args;
+    for (int set = 0; set < NUM_SETS; set++)
+        if (sets[set].kernels == chosen) return PyUnicode_FromString(sets[set].name);
+    Py_RETURN_NONE;
+}
+
 static PyObject *use(PyObject *self, PyObject *name) {
     (void)self;
     for (int set = 0; set < NUM_SETS; set++) {
@@ -446,6 +487,7 @@ static PyObject *use(PyObject *self, PyObject *name) {
 }
 
 static PyMethodDef methods[] = {
+    {"likeliest", (PyCFunction)(void (*)(void))likeliest, METH_FASTCALL, NULL},
     {"rms_norm", (PyCFunction)(void (*)(void))rms_norm, METH_FASTCALL, NULL},
     {"silu_mul", (PyCFunction)(void (*)(void))silu_mul, METH_FASTCALL, NULL},
     {"rotate", (PyCFunction)(void (*)(void))rotate, METH_FASTCALL, NULL},
@@ -454,6 +496,7 @@ static PyMethodDef methods[] = {
     {"layer", (PyCFunction)(void (*)(void))layer, METH_FASTCALL, NULL},
     {"has_products", has_products, METH_NOARGS, "Whether this instruction set has `product`."},
     {"supported", supported, METH_NOARGS, "The instruction sets this CPU has, the best first."},
+    {"used", used, METH_NOARGS, "The one that is used."},
     {"use", use, METH_O, "Use one of `supported()` from now on, in all threads."},
     {NULL, NULL, 0, NULL},
 };
@@ -469,5 +512,7 @@ PyMODINIT_FUNC PyInit__cpu(void) {
     for (int set = NUM_SETS; set-- > 0;)
         if (is_supported(set)) chosen = sets[set].kernels;
     parallel = (parallel_fn)dlsym(RTLD_DEFAULT, "GOMP_parallel");
-    return PyModule_Create(&module);
+    PyObject *made = PyModule_Create(&module);
+    if (made != NULL && PyModule_AddIntConstant(made, "VERSION", VERSION)) Py_CLEAR(made);
+    return made;
 }

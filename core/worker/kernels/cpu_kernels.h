@@ -22,6 +22,9 @@ INLINE VEC NAME(all)(float x) { return x - (VEC){0}; }
 INLINE VEC NAME(choose)(INTS mask, VEC a, VEC b) {
     return (VEC)(((INTS)a & mask) | ((INTS)b & ~mask));
 }
+/* a * b + c, rounded once where there are instructions for it. Nothing else is contracted, see
+ * `cpu.c`: a row goes through the same roundings in every variant of a loop. */
+INLINE VEC NAME(fma)(VEC a, VEC b, VEC c) { return FMA(a, b, c); }
 /* The larger one; `b` if one is no number. */
 INLINE VEC NAME(larger)(VEC a, VEC b) { return LARGER(a, b); }
 
@@ -40,8 +43,12 @@ INLINE VEC NAME(larger)(VEC a, VEC b) { return LARGER(a, b); }
 #else
 #define LIST(h, o) AT(0, h, o), AT(1, h, o), AT(2, h, o), AT(3, h, o)
 #endif
-#define GROUPS(a, b, h, op)                                                                        \
-    op(__builtin_shufflevector(a, b, LIST(h, 0)), __builtin_shufflevector(a, b, LIST(h, h)))
+#if __has_builtin(__builtin_shufflevector)
+#define PICKED(a, b, h, o) __builtin_shufflevector(a, b, LIST(h, o))
+#else /* GCC before 12 */
+#define PICKED(a, b, h, o) __builtin_shuffle(a, b, (INTS){LIST(h, o)})
+#endif
+#define GROUPS(a, b, h, op) op(PICKED(a, b, h, 0), PICKED(a, b, h, h))
 #define PLUS(a, b) ((a) + (b))
 
 /* The sum over the lanes of each of `x`: lane i of the result is that of the vector whose number is
@@ -100,17 +107,18 @@ INLINE VEC NAME(exp)(VEC x) {
     x = NAME(choose)((INTS)(x < -87.0f), NAME(all)(-87.0f), x);
     x = NAME(choose)((INTS)(x > 88.0f), NAME(all)(88.0f), x);
     const float round = 12582912.0f; /* 1.5 * 2^23 */
-    VEC shifted = x * 1.44269504f + round;
+    VEC shifted = NAME(fma)(x, NAME(all)(1.44269504f), NAME(all)(round));
     VEC n = shifted - round;
-    VEC r = x - n * 0.693359375f + n * 2.12194440e-4f; /* ln 2 in two parts, the first exact */
+    /* ln 2 in two parts, the first with so few digits that n times it is exact. */
+    VEC r = NAME(fma)(n, NAME(all)(2.12194440e-4f), x - n * 0.693359375f);
     /* Taylor's, to r^7: the rest is below 2^-27. */
-    VEC y = r * (1.0f / 5040.0f) + (1.0f / 720.0f);
-    y = y * r + (1.0f / 120.0f);
-    y = y * r + (1.0f / 24.0f);
-    y = y * r + (1.0f / 6.0f);
-    y = y * r + 0.5f;
-    y = y * r + 1.0f;
-    y = y * r + 1.0f;
+    VEC y = NAME(fma)(r, NAME(all)(1.0f / 5040.0f), NAME(all)(1.0f / 720.0f));
+    y = NAME(fma)(y, r, NAME(all)(1.0f / 120.0f));
+    y = NAME(fma)(y, r, NAME(all)(1.0f / 24.0f));
+    y = NAME(fma)(y, r, NAME(all)(1.0f / 6.0f));
+    y = NAME(fma)(y, r, NAME(all)(0.5f));
+    y = NAME(fma)(y, r, NAME(all)(1.0f));
+    y = NAME(fma)(y, r, NAME(all)(1.0f));
     return y * (VEC)(((INTS)shifted - 0x4B400000 + 127) << 23);
 }
 
@@ -127,9 +135,10 @@ TARGET static void NAME(rms_norm)(const struct norm *task, int64_t row) {
     for (; i + 4 * LANES <= whole; i += 4 * LANES)
         for (int part = 0; part < 4; part++) {
             VEC of = NAME(load)(x + i + part * LANES);
-            sums[part] += of * of;
+            sums[part] = NAME(fma)(of, of, sums[part]);
         }
-    for (; i < whole; i += LANES) sums[0] += NAME(load)(x + i) * NAME(load)(x + i);
+    for (; i < whole; i += LANES)
+        sums[0] = NAME(fma)(NAME(load)(x + i), NAME(load)(x + i), sums[0]);
     float sum = NAME(sum)((sums[0] + sums[1]) + (sums[2] + sums[3]));
     for (; i < width; i++) sum += x[i] * x[i];
     const float scale = 1.0f / sqrtf(sum / (float)width + task->eps);
@@ -172,6 +181,60 @@ TARGET static void NAME(rotate)(const struct rotation *task, int64_t row) {
     }
 }
 
+/* Finds the `width` largest of a row of logits, the first of equals first, and their log
+ * probabilities; for what there is no more, and all of a row with NaN or +inf, column 0 and -inf. */
+TARGET static void NAME(likeliest)(const struct choice *task, int64_t row) {
+    enum { BLOCK = 64 };
+    const float *x = task->x + row * task->x_stride;
+    const int64_t size = task->num_columns, whole = size - size % BLOCK, width = task->width;
+    int64_t *columns = task->columns + row * width;
+    float *found = task->log_probs + row * width;
+    for (int64_t i = 0; i < width; i++) columns[i] = 0, found[i] = -INFINITY;
+    VEC tops = NAME(all)(-INFINITY);
+    INTS bad = {0};
+    int64_t i = 0;
+    for (; i < whole; i += LANES) {
+        VEC of = NAME(load)(x + i);
+        tops = NAME(larger)(tops, of);
+        bad |= (INTS)(of != of) | (INTS)(of == INFINITY);
+    }
+    float top = NAME(largest)(tops);
+    int is_bad = 0;
+    for (int lane = 0; lane < LANES; lane++) is_bad |= bad[lane];
+    for (; i < size; i++) {
+        is_bad |= x[i] != x[i] || x[i] == INFINITY;
+        if (x[i] > top) top = x[i];
+    }
+    if (is_bad || top == -INFINITY) return;
+    VEC sums = {0};
+    float sum = 0.0f;
+    for (int64_t start = 0; start < size; start += BLOCK) {
+        const int64_t end = start + BLOCK < size ? start + BLOCK : size;
+        if (start < whole) {
+            VEC best = NAME(all)(-INFINITY);
+            for (i = start; i < end; i += LANES) {
+                VEC of = NAME(load)(x + i);
+                best = NAME(larger)(best, of);
+                sums += NAME(exp)(of - top);
+            }
+            if (!(NAME(largest)(best) > found[width - 1])) continue;
+        }
+        for (i = start; i < end; i++) {
+            if (start >= whole) sum += NAME(exp_of)(x[i] - top);
+            if (!(x[i] > found[width - 1])) continue;
+            int64_t place = width - 1;
+            for (; place > 0 && x[i] > found[place - 1]; place--) {
+                found[place] = found[place - 1];
+                columns[place] = columns[place - 1];
+            }
+            found[place] = x[i];
+            columns[place] = i;
+        }
+    }
+    const float norm = top + logf(sum + NAME(sum)(sums));
+    for (i = 0; i < width; i++) found[i] -= norm;
+}
+
 /* --- attention */
 
 /* What a query head of a row has of the keys so far. */
@@ -194,7 +257,10 @@ INLINE VEC NAME(products)(const float *query, const float *const *keys, int dim)
     for (int at = 0; at < dim; at += LANES) {
         VEC part = NAME(load)(query + at);
         UNROLL
-        for (int i = 0; i < LANES; i++) sums[NAME(reversed)(i)] += part * NAME(load)(keys[i] + at);
+        for (int i = 0; i < LANES; i++) {
+            VEC *sum = &sums[NAME(reversed)(i)];
+            *sum = NAME(fma)(part, NAME(load)(keys[i] + at), *sum);
+        }
     }
     return NAME(sums)(sums);
 }
@@ -216,7 +282,9 @@ INLINE void NAME(add_values)(
             VEC value = NAME(load)(values[i] + at + part * LANES);
             UNROLL
             for (int q = 0; q < count; q++)
-                sums[q][part] += ((const float *)weights[q])[i] * value;
+                sums[q][part] = NAME(fma)(
+                    NAME(all)(((const float *)weights[q])[i]), value, sums[q][part]
+                );
         }
     UNROLL
     for (int q = 0; q < count; q++)
@@ -386,7 +454,8 @@ INLINE void NAME(multiply)(
             for (int r = 0; r < count; r++) {
                 VEC input = NAME(all)(x[r * task->x_stride + i]);
                 UNROLL
-                for (int part = 0; part < PARTS; part++) sums[r][part] += input * weights[part];
+                for (int part = 0; part < PARTS; part++)
+                    sums[r][part] = NAME(fma)(input, weights[part], sums[r][part]);
             }
         }
         UNROLL
@@ -448,7 +517,7 @@ TARGET static void NAME(product)(const struct product *task, int64_t panel) {
 #endif
 
 static const struct kernels NAME(kernels) = {
-    LANES, NAME(rms_norm), NAME(silu_mul), NAME(rotate), NAME(attend), PRODUCT
+    LANES, NAME(likeliest), NAME(rms_norm), NAME(silu_mul), NAME(rotate), NAME(attend), PRODUCT
 };
 
 #undef VEC
@@ -457,5 +526,6 @@ static const struct kernels NAME(kernels) = {
 #undef AT
 #undef LIST
 #undef GROUPS
+#undef PICKED
 #undef PLUS
 #undef PRODUCT
