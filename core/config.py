@@ -228,7 +228,8 @@ class SpeculativeConfig(_Frozen):
         default="auto",
         description="'int8': a drafter's weights are rounded to int8, on a CPU; its drafts cost "
         "less, and the text is the same. 'auto': where that was found to pay (a CPU that "
-        "computes in float32, with integer instructions). For heads: eagle, medusa, mtp.",
+        "computes in float32, with foresay's own kernels or integer instructions). For heads: "
+        "eagle, medusa, mtp.",
     )
 
     @field_validator("drafter", mode="before")
@@ -267,8 +268,8 @@ class EngineConfig(_Frozen):
         "same model in half the bytes; others as they are. 'auto': so where products are "
         "computed in float32. 'none': as they are. 'int8', for the families of foresay's own "
         "decoder: rounded to int8 with one scale for each output. Another model by a little, and a "
-        "smaller one; faster yet where there are integer instructions. Speculation is as exact on "
-        "it as on any.",
+        "smaller one; faster yet with foresay's own kernels, or where there are integer "
+        "instructions. Speculation is as exact on it as on any.",
     )
 
     @field_validator("quantization", mode="before")

@@ -1,7 +1,8 @@
-"""Paged attention, batched over requests: in torch the reference and the CPU's only backend.
+"""Paged attention, batched over requests: its choice of backend, and in torch the reference.
 
 On a GPU with triton its kernels serve (`triton_attention`), where a trial shows that they agree
-with this (`triton_check`).
+with this (`triton_check`); on a CPU foresay's own (`cpu_kernels`), where the rules say so, but for
+soft caps and sinks. Else it is done in torch:
 
 A step's rows lie in a few groups, see `attention_layout`; each is one call of
 `scaled_dot_product_attention` on padded queries and keys side by side, gathered or in a copy that

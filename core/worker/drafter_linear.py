@@ -39,8 +39,9 @@ _LEAST_WIDTH = 256
 def pays_for_drafters(dtype: torch.dtype, device: torch.device, hidden_size: int) -> bool:
     """Whether a drafter beside a target of this dtype and width is faster in int8.
 
-    On a CPU that computes in float32 and has instructions for integer products. In bfloat16 there
-    are half as many bytes to read, and nothing was measured.
+    On a CPU that computes in float32, with the CPU's own kernels (measured with AVX512) or
+    instructions for integer products. In bfloat16 there are half as many bytes to read, and nothing
+    was measured.
     """
     return (
         device.type == "cpu"

@@ -3,11 +3,10 @@
 A weight has one scale for each output, set when it is packed. foresay's own product (`cpu_kernels`)
 takes rows of float32 as they are, so what is lost is the weights' rounding alone.
 
-Without it, a row of the input is written as two
-rows of integers, a coarse one and what it leaves over, of 15 bits together (of 13 on CPUs without
-instructions for them, see `input_levels`): twice the rows, which cost little more, and what is lost
-is the weights' rounding alone. Integers have exact sums: a row of the result has the same bits
-however many rows are computed, by whichever kernel.
+Without it, a row of the input is written as two rows of integers, a coarse one and what it leaves
+over, of 15 bits together (of 13 on CPUs without instructions for them, see `input_levels`): twice
+the rows, which cost little more, and again nothing else is lost. Integers have exact sums: a row of
+the result has the same bits however many rows are computed, by whichever kernel.
 
 Why not otherwise (torch 2.13, AVX512-VNNI): torch's product of float rows and int8 weights
 (`_weight_int8pack_mm`) takes longer than float32, 2.4 times at one row and 19 at eight; and the

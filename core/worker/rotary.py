@@ -60,7 +60,10 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Do as `rotate` does, in the place of `x`, and return it."""
+    """Do as `rotate` does, in the place of `x`, and return it.
+
+    To the bit in torch; the CPU's own kernel may round otherwise, for all rows alike.
+    """
     if cpu_kernels.serves(x.dtype, x.device) and x.stride()[1:] == (x.shape[2], 1):
         return cpu_kernels.rotate_(x, cos, sin)
     turned = x.roll(x.shape[-1] // 2, dims=-1).mul_(sin)
