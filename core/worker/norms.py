@@ -18,10 +18,10 @@ class RMSNorm:
         self.weight = weight.detach().clone()
         self.eps = eps
         self._is_own = cpu_kernels.serves(weight.dtype, weight.device)
-        # Without those kernels, on a CPU, torch composes the norm of more operations than these, and
-        # behind a matrix product each costs a few microseconds. The width is in the weight and in
-        # eps. Each is rounded by itself: `hypot`, say, is computed otherwise in the tail of a vector
-        # loop, and rows would no longer be equal to the bit.
+        # Without those kernels, on a CPU, torch composes the norm of more operations than these,
+        # and behind a matrix product each costs a few microseconds. The width is in the weight and
+        # in eps. Each is rounded by itself: `hypot`, say, is computed otherwise in the tail of a
+        # vector loop, and rows would no longer be equal to the bit.
         self._composed = weight.device.type == "cpu" and weight.dtype == torch.float32
         if self._composed:
             width = weight.shape[-1]
