@@ -18,6 +18,7 @@ enum { VERSION = 1 }; /* to be raised with that of `cpu_kernels.py` when argumen
 enum { FIRST_KEY, NUM_KEYS, OWN_FROM, FIRST_OWN, ROW_FIELDS }; /* of a row, see `attend` */
 enum { MAX_DIM = 256, MAX_FOLD = 16, MAX_ROWS = 8, MAX_TOGETHER = 4, SPAN = 64 };
 enum { PANEL = 32, CHUNK = 64, AHEAD = 48 }; /* columns; inputs; inputs */
+enum { BLOCK_ROWS = 96 }; /* that pass all panels before the next do: they stay in the cache */
 
 /* Loops whose vectors are to stay in registers. */
 #define UNROLL _Pragma("GCC unroll 16")
@@ -65,6 +66,7 @@ struct product {
     float *y;
     const float *bias, *residual; /* or NULL */
     int64_t num_rows, in_features, out_features, x_stride;
+    int64_t num_panels;
     float scale;
 };
 
@@ -75,7 +77,7 @@ struct kernels {
     void (*silu_mul)(const struct gated *, int64_t row);
     void (*rotate)(const struct rotation *, int64_t row);
     void (*attend)(const struct attention *, int64_t item);
-    void (*product)(const struct product *, int64_t panel); /* or NULL */
+    void (*product)(const struct product *, int64_t item); /* or NULL */
 };
 
 /* Returns the first key that a row sees. */
@@ -238,9 +240,11 @@ static void run_attention(const struct attention *task, int64_t threads) {
     );
 }
 
-static void run_product(const struct product *task, int64_t threads) {
-    const int64_t num_panels = (task->out_features + PANEL - 1) / PANEL;
-    SHARE(product, task, num_panels, (double)(task->in_features * PANEL), threads);
+static void run_product(struct product *task, int64_t threads) {
+    task->num_panels = (task->out_features + PANEL - 1) / PANEL;
+    const int64_t num_blocks = (task->num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    const double work = (double)(task->in_features * PANEL);
+    SHARE(product, task, num_blocks * task->num_panels, work, threads);
 }
 
 /* --- a layer */
@@ -417,7 +421,7 @@ static PyObject *product(PyObject *self, PyObject *const *args, Py_ssize_t count
     int64_t v[12];
     (void)self;
     if (!take_arguments(args, count, v, 12, NULL) || !has_product()) return NULL;
-    const struct product task = {
+    struct product task = {
         .x = (const float *)v[0], .weight = (const void *)v[1], .y = (float *)v[2],
         .bias = (const float *)v[3], .residual = (const float *)v[4],
         .scales = (const float *)v[5], .scale = ldexpf(1.0f, (int)v[6]), .num_rows = v[7],

@@ -491,11 +491,11 @@ INLINE void NAME(multiply)(
     }
 }
 
-INLINE void NAME(multiply_all)(const struct product *task, int64_t panel, int in_bytes) {
-    int64_t row = 0;
-    for (; row + MOST_ROWS <= task->num_rows; row += MOST_ROWS)
+INLINE void
+NAME(multiply_all)(const struct product *task, int64_t panel, int64_t row, int64_t end, int in_bytes) {
+    for (; row + MOST_ROWS <= end; row += MOST_ROWS)
         NAME(multiply)(task, panel, row, MOST_ROWS, in_bytes);
-    switch (task->num_rows - row) {
+    switch (end - row) {
 #define CASE(n) case n: NAME(multiply)(task, panel, row, n, in_bytes); break;
 #if MOST_ROWS > 3
     CASE(11) CASE(10) CASE(9) CASE(8) CASE(7) CASE(6) CASE(5) CASE(4) CASE(3)
@@ -505,11 +505,13 @@ INLINE void NAME(multiply_all)(const struct product *task, int64_t panel, int in
     }
 }
 
-TARGET static void NAME(product)(const struct product *task, int64_t panel) {
+TARGET static void NAME(product)(const struct product *task, int64_t item) {
+    const int64_t panel = item % task->num_panels, row = item / task->num_panels * BLOCK_ROWS;
+    const int64_t end = row + BLOCK_ROWS < task->num_rows ? row + BLOCK_ROWS : task->num_rows;
     if (task->scales)
-        NAME(multiply_all)(task, panel, 1);
+        NAME(multiply_all)(task, panel, row, end, 1);
     else
-        NAME(multiply_all)(task, panel, 0);
+        NAME(multiply_all)(task, panel, row, end, 0);
 }
 #define PRODUCT NAME(product)
 #else
