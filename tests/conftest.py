@@ -31,12 +31,22 @@ def only_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=["own", "torch"])
-def products(request: pytest.FixtureRequest) -> str:
-    """Whose products there are: the CPU's own kernels', or torch's alone."""
+def kernels(request: pytest.FixtureRequest) -> str:
+    """Whose operations there are: the CPU's own kernels', or torch's alone."""
     from foresay.core.worker import cpu_kernels
 
     if request.param == "torch":
         request.getfixturevalue("only_torch")
-    elif not cpu_kernels.has_products():
-        pytest.skip("the CPU's own kernels are not built, or have no products here")
+    elif not cpu_kernels.is_available():
+        pytest.skip("the CPU's own kernels are not built, or switched off")
     return str(request.param)
+
+
+@pytest.fixture
+def products(kernels: str) -> str:
+    """Whose products there are."""
+    from foresay.core.worker import cpu_kernels
+
+    if kernels == "own" and not cpu_kernels.has_products():
+        pytest.skip("the CPU's own kernels have no products here")
+    return kernels

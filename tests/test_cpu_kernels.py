@@ -20,7 +20,15 @@ from paged_batches import Step, Text, Tree, by_definition, in_torch, make_step, 
 
 from foresay.core.worker import cpu_kernels
 from foresay.core.worker.attention import AttentionRules
-from foresay.core.worker.cpu_kernels import Panels, product, rms_norm, rotate_, silu_mul
+from foresay.core.worker.cpu_kernels import (
+    CPURows,
+    Panels,
+    product,
+    rms_norm,
+    rotate_,
+    silu_mul,
+)
+from foresay.core.worker.kv_cache import LayerCache
 from foresay.core.worker.rotary import rotate
 
 pytestmark = pytest.mark.skipif(
@@ -29,6 +37,7 @@ pytestmark = pytest.mark.skipif(
 
 OWN = AttentionRules(own_kernels=True)
 SETS = [] if cpu_kernels._kernels is None else cpu_kernels._kernels.supported()
+AT_FIRST = None if cpu_kernels._kernels is None else cpu_kernels.instructions()
 TREE = [-1, -1, 0, 0, 1, 2, 2, 5, -1, 3]
 # One token, a prompt, drafts that end where a block does, trees with committed rows and without.
 MIXED = [
@@ -58,7 +67,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def test_the_best_set_is_used_first() -> None:
+def test_the_best_set_is_used_first(instructions: str) -> None:
+    assert SETS[0] == AT_FIRST
+    assert cpu_kernels.instructions() == instructions
     assert SETS[-1] == "baseline"
     flags = {"avx512": "avx512dq", "avx2": "avx2"}
     try:
@@ -298,9 +309,27 @@ def test_nothing_is_likely_beside_what_is_no_number(bad: float, place: int) -> N
     assert (log_probs[1] == -torch.inf).all()
 
 
-def test_an_older_build_is_not_used() -> None:
-    assert cpu_kernels._kernels is not None
-    assert cpu_kernels._kernels.VERSION == cpu_kernels._VERSION
+def test_likeliest_of_no_rows_of_some_rows_and_of_none_at_all(threads: int) -> None:
+    logits = torch.randn(9, 2000)
+    columns, log_probs = cpu_kernels.likeliest(logits, 4)
+    every_other = cpu_kernels.likeliest(logits[:, ::2], 4)[0]
+    assert torch.equal(every_other, logits[:, ::2].topk(4).indices)
+    for row in range(9):
+        alone = cpu_kernels.likeliest(logits[row : row + 1], 4)
+        assert torch.equal(alone[0][0], columns[row])
+        assert torch.equal(alone[1][0], log_probs[row])
+    assert cpu_kernels.likeliest(logits[:0], 4)[0].shape == (0, 4)
+    with pytest.raises(ValueError, match="a width of 0"):
+        cpu_kernels.likeliest(logits, 0)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_slots_of_any_kind_are_taken(dtype: type) -> None:
+    step = make_step([Text(37, 3)], (4, 2, 16, 16))
+    apart = np.repeat(step.slots[0], 2).astype(dtype)[::2]
+    rows = CPURows.build(step.positions, [apart], None)
+    out = cpu_kernels.attend(step.query, LayerCache(step.layer, step.cache), rows, scale=0.2)
+    assert torch.equal(out, in_torch(step, OWN, scale=0.2))
 
 
 def test_they_can_be_switched_off() -> None:
@@ -392,7 +421,7 @@ def test_products_keep_what_is_no_number_in_its_row() -> None:
     assert out[[0, 2]].isfinite().all()
 
 
-def test_what_would_be_read_beyond_its_end_is_refused() -> None:
+def test_what_a_product_would_read_beyond_its_end_is_refused() -> None:
     panels, _ = panels_of(40, 64, "float16")
     with pytest.raises(ValueError, match="5 inputs for a matrix of 64"):
         multiplied(torch.randn(1, 5), panels, None)
@@ -400,6 +429,9 @@ def test_what_would_be_read_beyond_its_end_is_refused() -> None:
         multiplied(torch.randn(1, 64).bfloat16(), panels, None)
     with pytest.raises(ValueError, match=r"a residual of \[2, 40\] for \[1, 40\]"):
         multiplied(torch.randn(1, 64), panels, None, torch.randn(2, 40))
+
+
+def test_what_would_be_read_beyond_its_end_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a weight of \[5\] for rows of 64"):
         rms_norm(torch.randn(1, 64), torch.randn(5), 1e-5)
     with pytest.raises(ValueError, match=r"float32, not torch\.bfloat16"):

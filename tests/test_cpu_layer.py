@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import shutil
+import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable
 from typing import Any
@@ -44,6 +46,17 @@ def test_the_kernels_are_built_where_there_is_a_compiler() -> None:
     if not compiler or shutil.which(compiler[0]) is None:
         pytest.skip("there is no compiler")
     assert cpu_kernels._built is not None
+    assert cpu_kernels._built.VERSION == cpu_kernels._VERSION  # else: `make install`
+
+
+def test_an_older_build_is_not_used() -> None:
+    older = (
+        "import sys, types; module = types.ModuleType('_cpu'); module.VERSION = 0; "
+        "sys.modules['foresay.core.worker.kernels._cpu'] = module; "
+        "from foresay.core.worker import cpu_kernels; print(cpu_kernels.is_available())"
+    )
+    done = subprocess.run([sys.executable, "-c", older], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def made(make: Callable[[], Any], linear: type[Any] = HalfLinear) -> tuple[Any, FastDecoder]:

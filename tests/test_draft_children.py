@@ -64,15 +64,19 @@ def test_the_children_of_a_greedy_request_are_the_likeliest() -> None:
     torch.testing.assert_close(children.log_probs, order.values[:, :3])
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_columns", [5, 64, 100, 4096, 4100])
 def test_the_likeliest_are_those_of_a_stable_sort(num_columns: int, dtype: torch.dtype) -> None:
     """Few distinct values, so that there are equals within, at the end of, and beyond the width."""
     generator = torch.Generator().manual_seed(num_columns)
-    for spread in (2, 30, 10**6):
-        steps = torch.randint(0, spread, (6, num_columns), generator=generator)
-        logits = (steps * 12 / spread).to(dtype)
-        logits[1, 2:] = -INF
+    for spread in (2, 30, 10**6, None):
+        if spread is None:  # no two are equal: what is found at once
+            logits = torch.randn(6, num_columns, generator=generator).to(dtype)
+        else:
+            steps = torch.randint(0, spread, (6, num_columns), generator=generator)
+            logits = (steps * 12 / spread).to(dtype)
+            logits[1, 2:] = -INF
         before = logits.clone()
         columns, log_probs = likeliest(logits, 8)
         assert torch.equal(logits, before)
@@ -302,6 +306,7 @@ def test_children_are_for_who_declared_that_it_branches() -> None:
         StepSampler([request], 6, may_branch=False).children(torch.zeros(1, 6), [0], [0], 1)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_with_nan_and_a_tie_has_no_children(dtype: torch.dtype) -> None:
     logits = torch.zeros(2, 8, dtype=dtype)

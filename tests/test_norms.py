@@ -7,7 +7,7 @@ import torch
 
 from foresay.core.worker.norms import RMSNorm
 
-pytestmark = pytest.mark.usefixtures("products")
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 @pytest.mark.parametrize("width", [16, 64, 576, 577, 1536])

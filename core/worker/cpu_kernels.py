@@ -90,6 +90,9 @@ def likeliest(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Ten
     As `foresay.core.worker.likeliest` says. A few of many: it looks for each place one by one.
     """
     assert _kernels is not None
+    _expect(logits)
+    if width < 1:
+        raise ValueError(f"a width of {width}: expected 1 or more")
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     num_rows, num_columns = logits.shape
@@ -235,7 +238,9 @@ def product(
 class CPURows:
     """A step's rows as `attend` sees them, request after request."""
 
-    slots: np.ndarray  # [n] int64: by request those of its keys, then those of nodes' paths
+    # [n] int64: by request those of its keys, then those of nodes' paths. Of a single text the
+    # caller's own array: the rows are for one pass.
+    slots: np.ndarray
     # [num_tokens, 4] int64: where its keys begin in `slots`, how many it sees, from which on it has
     # keys of its own, and where these begin
     rows: np.ndarray
@@ -308,6 +313,7 @@ def attend(
     assert _kernels is not None
     num_tokens, num_heads, head_dim = query.shape
     _expect(query)
+    _expect(layer.slots)
     if num_tokens != len(rows.rows) or head_dim != layer.key.shape[2]:
         raise ValueError(
             f"queries {list(query.shape)} for {len(rows.rows)} rows and keys of "
@@ -342,7 +348,12 @@ def run_layer(
     Returns the residual stream after it, and keeps keys and values in the cache.
     """
     assert _kernels is not None
-    _expect(residual, cos, sin)
+    _expect(residual, cos, sin, layer.slots)
+    num_rows = len(rows.rows)
+    if not residual.shape[0] == cos.shape[0] == sin.shape[0] == num_rows == len(slot_mapping):
+        raise ValueError(f"{list(residual.shape)} and angles {list(cos.shape)} for {num_rows} rows")
+    if slot_mapping.dtype != torch.int64:
+        raise ValueError(f"slots are int64, not {slot_mapping.dtype}")
     y = torch.empty_like(residual)
     _kernels.layer(
         fields, residual.data_ptr(), y.data_ptr(), scratch.data_ptr(), cos.data_ptr(),

@@ -20,6 +20,12 @@ enum { MAX_DIM = 256, MAX_FOLD = 16, MAX_ROWS = 8, MAX_TOGETHER = 4, SPAN = 64 }
 enum { PANEL = 32, CHUNK = 64, AHEAD = 48 }; /* columns; inputs; inputs */
 enum { BLOCK_ROWS = 96 }; /* that pass all panels before the next do: they stay in the cache */
 
+#ifdef __has_builtin
+#define HAS_SHUFFLEVECTOR __has_builtin(__builtin_shufflevector)
+#else
+#define HAS_SHUFFLEVECTOR 0
+#endif
+
 /* Loops whose vectors are to stay in registers. */
 #define UNROLL _Pragma("GCC unroll 16")
 
@@ -86,6 +92,7 @@ static inline int64_t first_seen(const int64_t *row, int64_t window) {
 }
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #define TARGET __attribute__((target("f16c,avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")))
 #define LANES 16
@@ -153,8 +160,10 @@ static const struct kernels *chosen = NULL;
 
 static int is_supported(int set) {
 #if defined(__x86_64__)
-    const int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")
-        && __builtin_cpu_supports("f16c");
+    unsigned eax, ebx, ecx = 0, edx; /* not all compilers know "f16c" by name */
+    const int has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+    const int has_avx2 =
+        has_f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     if (set == 0)
         return has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl")
             && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");

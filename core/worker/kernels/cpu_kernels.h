@@ -43,7 +43,7 @@ INLINE VEC NAME(larger)(VEC a, VEC b) { return LARGER(a, b); }
 #else
 #define LIST(h, o) AT(0, h, o), AT(1, h, o), AT(2, h, o), AT(3, h, o)
 #endif
-#if __has_builtin(__builtin_shufflevector)
+#if HAS_SHUFFLEVECTOR
 #define PICKED(a, b, h, o) __builtin_shufflevector(a, b, LIST(h, o))
 #else /* GCC before 12 */
 #define PICKED(a, b, h, o) __builtin_shuffle(a, b, (INTS){LIST(h, o)})
