@@ -53,9 +53,11 @@ def paged_attention(
         )  # fmt: skip
         if done is not None:
             return done
-    own = metadata.cpu is not None and softcap is None and sinks is None
-    if own and cpu_kernels.attends(
-        query.shape[1], cache.num_kv_heads, query.shape[2], cache.value_dim
+    if (
+        metadata.cpu is not None
+        and softcap is None
+        and sinks is None
+        and cpu_kernels.attends(query.shape[1], cache.num_kv_heads, query.shape[2], cache.value_dim)
     ):
         return cpu_kernels.attend(
             query, cache, metadata.cpu, scale=scale, sliding_window=sliding_window

@@ -76,7 +76,8 @@ def _expect(*tensors: torch.Tensor) -> None:
 def instructions() -> str:
     """Return which instructions they use: "avx512", "avx2" or "baseline"."""
     assert _kernels is not None
-    return _kernels.used()
+    name: str = _kernels.used()
+    return name
 
 
 def has_products() -> bool:
