@@ -1,10 +1,10 @@
-"""The face of the CPU path's own kernels: what lies between a decoder layer's matrix products.
+"""The face of the CPU path's own kernels: the parts of a decoder layer, and a layer in one call.
 
-A step of few rows is bound by how often something is started, not by arithmetic: torch takes some
-sixty operations a layer besides the products, each with a few microseconds around it. These take
-five calls. They are in C (`kernels/cpu.c`), built where there is a compiler when foresay is
-installed; without them, or with `FORESAY_CPU_KERNELS=0` in the environment, torch's operations
-serve. All of them are for float32.
+A step of few rows is bound by how fast weights are read, and by how often something is started, not
+by arithmetic: torch takes some sixty operations a layer besides the products, each with a few
+microseconds around it. These are in C (`kernels/cpu.c`), built where there is a compiler when
+foresay is installed; without them, or with `FORESAY_CPU_KERNELS=0` in the environment, torch's
+operations serve. All of them are for rows in float32; products take weights in float16 or int8.
 
 A row's result never depends on the other rows, nor on the number of threads: no padding, no masks,
 no copies are needed for it. Attention reads the keys where they lie in the pool, the nodes above a

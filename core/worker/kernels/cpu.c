@@ -1,6 +1,6 @@
-/* The CPU path's own kernels, as the Python module `_cpu`: what lies between the matrix products of
- * a decoder layer, in few calls. `foresay.core.worker.cpu_kernels` is its face, and says what the
- * arguments are; here they are addresses and sizes, taken as they come.
+/* The CPU path's own kernels, as the Python module `_cpu`: the parts of a decoder layer, and a layer
+ * in one call. `foresay.core.worker.cpu_kernels` is its face, and says what the arguments are; here
+ * they are addresses and sizes, taken as they come.
  *
  * For GCC and Clang, with -ffp-contract=off: what is rounded once is said, and is not the compiler's
  * choice. Where it can't be built foresay runs on torch's operations instead.
@@ -104,14 +104,6 @@ static inline int64_t first_seen(const int64_t *row, int64_t window) {
     ((vec_avx512)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from)))))
 #define MOST_ROWS 12
 #include "cpu_kernels.h"
-#undef HALF
-#undef BYTES
-#undef MOST_ROWS
-#undef TARGET
-#undef LANES
-#undef NAME
-#undef FMA
-#undef LARGER
 #define TARGET __attribute__((target("f16c,avx2,fma")))
 #define LANES 8
 #define NAME(x) x##_avx2
@@ -122,14 +114,6 @@ static inline int64_t first_seen(const int64_t *row, int64_t window) {
     ((vec_avx2)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(from)))))
 #define MOST_ROWS 3
 #include "cpu_kernels.h"
-#undef HALF
-#undef BYTES
-#undef MOST_ROWS
-#undef TARGET
-#undef LANES
-#undef NAME
-#undef FMA
-#undef LARGER
 #endif
 #define TARGET
 #define LANES 4

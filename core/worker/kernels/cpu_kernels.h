@@ -1,7 +1,9 @@
 /* Kernels of the CPU path for one instruction set: included by `cpu.c` once for each.
  *
- * The includer defines TARGET, the attribute that allows the instructions; LANES, the floats of a
- * vector; NAME(x), the name of a function of this set. All numbers are float32.
+ * The includer defines, and finds undefined again: TARGET, the attribute that allows the
+ * instructions; LANES, the floats of a vector; NAME(x), the name of a function of this set; FMA and
+ * LARGER of vectors; and for matrix products HALF and BYTES, which load weights, and MOST_ROWS, for
+ * which there are registers. All numbers are float32.
  *
  * A row's result depends on the row alone. Each row is computed by the same code on the same
  * places, whichever rows come along and whichever thread takes it: nothing is summed across rows,
@@ -531,3 +533,11 @@ static const struct kernels NAME(kernels) = {
 #undef PICKED
 #undef PLUS
 #undef PRODUCT
+#undef TARGET
+#undef LANES
+#undef NAME
+#undef FMA
+#undef LARGER
+#undef HALF
+#undef BYTES
+#undef MOST_ROWS
